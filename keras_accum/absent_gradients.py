@@ -1,0 +1,71 @@
+"""Variables that got no gradient in a window: the update passes them by.
+
+Whether a variable has a gradient is known when a step is traced; whether it had one at
+any time in the window is known only when the window closes, since the micro steps may
+come from several traces. Handing over a zero instead of None would move momentum and
+decay, so the step of such a variable stands in a `tf.cond`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_accum.already_reduced import leaf_optimizers
+from keras_accum.known_variables import native
+
+
+@contextlib.contextmanager
+def passed_by(
+    optimizer: Any, optional: Sequence[tuple[Any, tf.Tensor]]
+) -> Iterator[None]:
+    """While inside, `optimizer` leaves alone the variables without a gradient.
+
+    Entered in cross-replica context, around the update of all replicas. A variable
+    that is passed by keeps its value and its slots, weight decay included: Keras
+    decays before it calls `update_step`, so the value from before is put back there.
+
+    Args:
+        optimizer: Calls `update_step` once per variable, as Keras's optimizers do.
+        optional: The variables that may be without a gradient, each with a scalar
+            bool: whether it has one.
+    """
+    if not optional:
+        yield
+        return
+    strategy = tf.distribute.get_strategy()
+    before: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+    for variable, present in optional:
+        whole = native(variable)
+        for copy in (whole, *strategy.experimental_local_results(whole)):
+            before[id(copy)] = (present, copy.read_value())
+    leaves = leaf_optimizers(optimizer)
+    for leaf in leaves:
+        leaf.__dict__["update_step"] = _conditional(leaf.update_step, before)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            del leaf.__dict__["update_step"]
+
+
+def _conditional(update_step: Any, before: Mapping[int, tuple[tf.Tensor, tf.Tensor]]):
+    def conditional_update_step(gradient, variable, learning_rate):
+        if id(native(variable)) not in before:
+            return update_step(gradient, variable, learning_rate)
+        present, value = before[id(native(variable))]
+
+        def update():
+            update_step(gradient, variable, learning_rate)
+            return tf.constant(True)
+
+        def pass_by():
+            native(variable).assign(value)
+            return tf.constant(False)
+
+        return tf.cond(present, update, pass_by)
+
+    return conditional_update_step

@@ -1,0 +1,216 @@
+"""What an accumulating optimizer holds: how it is made, read, set and saved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_accum import arguments, boundary
+from keras_accum.accumulators import Accumulators
+from keras_accum.inner_optimizer import surrounding_optimizer
+from keras_accum.known_variables import KnownVariables
+from keras_accum.loss_scale import LossScale
+from keras_accum.reduction import MICRO_REDUCTIONS, REPLICA_REDUCTIONS, Reduction
+from keras_accum.window import Window
+from keras_accum.window_state import WindowState
+
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+class AccumulationState:
+    """The part of an accumulating optimizer that holds still between micro steps."""
+
+    built: bool
+    name: str
+
+    def _set_up(
+        self,
+        accumulation_steps: Any,
+        micro_reduction: Any,
+        replica_reduction: Any,
+        accumulator_dtype: Any,
+        loss_scale: LossScale | None,
+        on_nonfinite: Any,
+    ) -> None:
+        steps = arguments.checked_accumulation_steps(accumulation_steps)
+        choice = arguments.checked_choice
+        self._reduction = Reduction(
+            micro=choice("micro_reduction", micro_reduction, MICRO_REDUCTIONS),
+            replica=choice("replica_reduction", replica_reduction, REPLICA_REDUCTIONS),
+        )
+        self._on_nonfinite = choice(
+            "on_nonfinite", on_nonfinite, arguments.NONFINITE_POLICIES
+        )
+        self._accumulator_dtype = arguments.checked_accumulator_dtype(accumulator_dtype)
+        self._loss_scale = loss_scale
+        self._strategy = arguments.supported_strategy()
+        self._is_distributed = tf.distribute.has_strategy()
+        self._from_anywhere = boundary.FromAnywhere(self._strategy)
+        self._accumulators: Accumulators | None = None
+        self._has_stepped = False
+        # Counters are made with the optimizer, so that they answer before `build`,
+        # and a step that was traced before it reads a variable and no constant.
+        self.window_state = WindowState(self._strategy, self.reset)
+        self._window = Window(steps, self.window_state.new_variable)
+        if loss_scale is not None:
+            loss_scale.build(self.window_state.new_variable)
+
+    # What is done between micro steps.
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the plain optimizer's variables and the accumulators.
+
+        Args:
+            variables: The trainable variables, made in the scope of the strategy that
+                the optimizer was constructed under.
+
+        Raises:
+            ValueError: A variable of another scope, or without a full static shape.
+        """
+        if self.built:
+            return
+        variables = list(variables)
+        with self._in_scope():
+            arguments.check_variables(variables, self._strategy)
+            self._build_plain(variables)
+            self._known_variables = KnownVariables(variables, self._strategy)
+            self._allocate_accumulators(self.accumulation_steps)
+        self.window_state.built = True
+        self.built = True
+
+    @contextlib.contextmanager
+    def _in_scope(self) -> Iterator[None]:
+        """The strategy's scope, also from a callback or while a step is traced."""
+        with tf.init_scope(), contextlib.ExitStack() as stack:
+            if self._is_distributed and not tf.distribute.has_strategy():
+                stack.enter_context(self._strategy.scope())
+            arguments.check_strategy(self._strategy)
+            yield
+
+    def _allocate_accumulators(self, accumulation_steps: int) -> None:
+        if accumulation_steps > 1 and self._accumulators is None:
+            self._accumulators = Accumulators(
+                self._known_variables,
+                functools.partial(
+                    arguments.dtype_of_accumulator,
+                    accumulator_dtype=self._accumulator_dtype,
+                ),
+                self._reduction,
+                self.window_state.new_variable,
+            )
+
+    def reset(self) -> None:
+        """Drops what the window holds. Called as `flush` is."""
+        self._from_anywhere(self._reset, "reset")
+
+    def _reset(self) -> None:
+        self._open_window()
+        self._window.last_window_updated.assign(0)
+
+    def _open_window(self) -> None:
+        """Replica context: empties the window."""
+        if self._accumulators is not None:
+            self._accumulators.clear()
+        self._window.restart()
+
+    @do_not_convert
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale: what gradients are to be taken of."""
+        return loss if self._loss_scale is None else self._loss_scale.scale(loss)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro steps per update; a change takes effect at the next window."""
+        with tf.init_scope():
+            return int(self._window.next_length.numpy())
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, accumulation_steps: Any) -> None:
+        steps = arguments.checked_accumulation_steps(accumulation_steps)
+        if steps > 1 and self.built and self._accumulators is None:
+            arguments.check_not_stepped(self._has_stepped, steps)
+            with self._in_scope():
+                self._allocate_accumulators(steps)
+        self._window.request_length(steps)
+
+    @property
+    def position(self) -> tf.Tensor:
+        """int32 scalar: micro steps taken in the open window."""
+        return self._window.position.read_value()
+
+    @property
+    def skipped_windows(self) -> tf.Tensor:
+        """int32 scalar: windows without an update, for a gradient was not finite."""
+        return self._window.skipped_windows.read_value()
+
+    @property
+    def has_updated(self) -> tf.Tensor:
+        """bool scalar: the last micro step, or a flush since, made an update."""
+        return self._window.has_updated()
+
+    @property
+    def loss_scale(self) -> tf.Tensor:
+        """float32 scalar: what `scale_loss` multiplies by; 1 without a loss scale."""
+        if self._loss_scale is None:
+            return tf.constant(1.0)
+        return self._loss_scale.value.read_value()
+
+    # What is saved.
+
+    def _plain_variables(self) -> list[Any]:
+        """The variables that a plain optimizer would have."""
+        raise NotImplementedError
+
+    def _set_plain_weights(self, weights: list[Any]) -> None:
+        raise NotImplementedError
+
+    @property
+    def variables(self) -> list[Any]:
+        """The plain optimizer's variables, then the window's."""
+        return self._plain_variables() + self.window_state.held
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Assigns all `variables`, in their order.
+
+        Args:
+            weights: Arrays or tensors, one for each of `variables`.
+
+        Raises:
+            ValueError: Another number of weights, or another shape.
+        """
+        weights = list(weights)
+        arguments.check_number_of_weights(len(weights), len(self.variables))
+        num_plain = len(self._plain_variables())
+        self._set_plain_weights(weights[:num_plain])
+        for variable, weight in zip(
+            self.window_state.held, weights[num_plain:], strict=True
+        ):
+            variable.assign(weight)
+
+    def _accumulation_config(self) -> dict[str, Any]:
+        dtype = self._accumulator_dtype
+        scale = self._loss_scale
+        return {
+            "accumulation_steps": self.accumulation_steps,
+            "micro_reduction": self._reduction.micro,
+            "replica_reduction": self._reduction.replica,
+            "accumulator_dtype": arguments.serialized_dtype(dtype),
+            "loss_scale": 1.0 if scale is None else scale.get_config(),
+            "on_nonfinite": self._on_nonfinite,
+        }
+
+    # What other optimizers say to this one.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # All that Keras's wrappers tell an optimizer is its `loss_scale_factor`.
+        if name == "loss_scale_factor" and "window_state" in self.__dict__:
+            self._hear_loss_scale_factor(value, surrounding_optimizer(self))
+        else:
+            super().__setattr__(name, value)
+
+    def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
+        raise NotImplementedError

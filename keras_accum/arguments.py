@@ -1,0 +1,311 @@
+"""What arguments may be, and the errors that say so."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_accum.known_variables import KnownVariables, display_name, native
+from keras_accum.loss_scale import DynamicLossScale, LossScale
+from keras_accum.reduction import Reduction
+
+NONFINITE_POLICIES = ("skip_window",)
+
+AccumulatorDType = str | tf.DType | Callable[[Any], Any] | None
+
+
+def check_backend() -> None:
+    """Refuses Keras on anything but TensorFlow."""
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ValueError(
+            "keras_accum needs the TensorFlow backend of Keras. "
+            f"Received: backend={backend}. Set the environment variable "
+            "KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+
+def supported_strategy() -> tf.distribute.Strategy:
+    """The current strategy; refuses by name those that are not supported."""
+    strategy = tf.distribute.get_strategy()
+    supported = (
+        tf.distribute.OneDeviceStrategy,
+        tf.distribute.MirroredStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+        tf.distribute.TPUStrategy,
+    )
+    if tf.distribute.has_strategy() and not isinstance(strategy, supported):
+        names = ", ".join(each.__name__ for each in supported)
+        raise ValueError(
+            f"The strategy must be one of {names}, or none. "
+            f"Received: strategy={type(strategy).__name__}. A strategy that keeps "
+            "variables apart from its replicas has no window to reduce once."
+        )
+    return strategy
+
+
+def checked_accumulation_steps(accumulation_steps: Any) -> int:
+    """An int >= 1; NumPy integers are converted."""
+    is_integer = isinstance(accumulation_steps, (int, np.integer))
+    if not is_integer or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
+        raise ValueError(
+            "`accumulation_steps` must be an integer >= 1, the number of micro-batches "
+            "per update. "
+            f"Received: accumulation_steps={accumulation_steps!r} "
+            f"(of type {type(accumulation_steps).__name__})."
+        )
+    return operator.index(accumulation_steps)
+
+
+def checked_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of a few names."""
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
+    return value
+
+
+def checked_accumulator_dtype(accumulator_dtype: Any) -> AccumulatorDType:
+    """None, a name of a floating dtype, or a callable that gives one."""
+    if accumulator_dtype is None or callable(accumulator_dtype):
+        # A `tf.DType` is not callable; a NumPy scalar type is, and means itself.
+        if not isinstance(accumulator_dtype, type):
+            return accumulator_dtype
+    return _floating(accumulator_dtype).name
+
+
+def _floating(accumulator_dtype: Any) -> tf.DType:
+    expected = (
+        "`accumulator_dtype` must be None, a floating dtype, or a callable that takes "
+        "a variable and returns a floating dtype. "
+        f"Received: accumulator_dtype={accumulator_dtype!r}"
+    )
+    try:
+        dtype = tf.as_dtype(accumulator_dtype)
+    except TypeError as error:
+        raise TypeError(expected) from error
+    if not dtype.is_floating:
+        raise ValueError(expected)
+    return dtype
+
+
+def dtype_of_accumulator(variable: Any, accumulator_dtype: AccumulatorDType) -> tf.DType:
+    """What a variable's gradients are summed in.
+
+    float32 for float16 and bfloat16 variables, else the variable's dtype: a bfloat16
+    sum of ones stops at 256.
+    """
+    if callable(accumulator_dtype):
+        return _floating(accumulator_dtype(variable))
+    if accumulator_dtype is not None:
+        return tf.as_dtype(accumulator_dtype)
+    dtype = native(variable).dtype
+    return tf.float32 if dtype.size < 4 else dtype
+
+
+def dtype_of_reduced(variable: Any, accumulator_dtype: AccumulatorDType) -> tf.DType:
+    """What the inner optimizer receives.
+
+    The variable's dtype, or the accumulator's where the caller chose a wider one:
+    then clipping and decay are computed before the gradient is narrowed.
+    """
+    dtype = native(variable).dtype
+    if accumulator_dtype is None:
+        return dtype
+    chosen = dtype_of_accumulator(variable, accumulator_dtype)
+    return chosen if chosen.size > dtype.size else dtype
+
+
+def resolved_loss_scale(loss_scale: Any) -> LossScale | None:
+    """The loss scale that an argument means; None for no scale.
+
+    None is dynamic under a mixed_float16 policy, else none; 1.0 is none.
+    """
+    if loss_scale is None:
+        policy = keras.mixed_precision.dtype_policy().name
+        return DynamicLossScale() if policy == "mixed_float16" else None
+    if loss_scale == "dynamic":
+        return DynamicLossScale()
+    expected = (
+        '`loss_scale` must be None, "dynamic" or a finite number > 0. '
+        f"Received: loss_scale={loss_scale!r}"
+    )
+    if isinstance(loss_scale, str):
+        raise ValueError(expected)
+    if isinstance(loss_scale, bool) or not isinstance(
+        loss_scale, (int, float, np.integer, np.floating)
+    ):
+        raise TypeError(expected)
+    if not math.isfinite(loss_scale) or loss_scale <= 0:
+        raise ValueError(expected)
+    return None if loss_scale == 1 else LossScale(float(loss_scale))
+
+
+def serialized_dtype(accumulator_dtype: AccumulatorDType) -> Any:
+    """What `get_config` says of an `accumulator_dtype`."""
+    if callable(accumulator_dtype):
+        return keras.saving.serialize_keras_object(accumulator_dtype)
+    return accumulator_dtype
+
+
+def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """A copy of a config, with a callable `accumulator_dtype` made from its name."""
+    config = dict(config)
+    if isinstance(config.get("accumulator_dtype"), dict):
+        config["accumulator_dtype"] = keras.saving.deserialize_keras_object(
+            config["accumulator_dtype"], custom_objects=custom_objects
+        )
+    return config
+
+
+def check_number_of_weights(num_weights: int, num_variables: int) -> None:
+    """What `set_weights` is given."""
+    if num_weights != num_variables:
+        raise ValueError(
+            "`set_weights` must be given one weight for each of `variables`. Received: "
+            f"{num_weights} weights for {num_variables} variables. Build the optimizer "
+            "first."
+        )
+
+
+def check_not_stepped(has_stepped: bool, accumulation_steps: int) -> None:
+    """Windows of one have no accumulators, and a traced step cannot get them."""
+    if has_stepped:
+        raise ValueError(
+            "`accumulation_steps` cannot be raised from 1 once a micro step was taken: "
+            "there are no accumulators. "
+            f"Received: accumulation_steps={accumulation_steps}. Construct the "
+            f"optimizer with accumulation_steps={accumulation_steps} and set it to 1 "
+            "to begin with."
+        )
+
+
+def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
+    """The weight of a micro-batch as a float32 scalar; None stands for 1."""
+    if weight is None:
+        return None
+    if reduction.is_running:
+        raise ValueError(
+            '`weight` must be None with micro_reduction="running_mean", whose mean is '
+            f"taken while the window fills. Received: weight={weight}. Use "
+            'micro_reduction="mean".'
+        )
+    is_number = isinstance(weight, (int, float, np.number))
+    if is_number and not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(
+            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
+            f"micro-batch. Received: weight={weight}"
+        )
+    weight = tf.cast(weight, tf.float32)
+    if weight.shape.rank not in (0, None):
+        raise ValueError(
+            "`weight` must be a scalar: one weight for this micro-batch on this "
+            f"replica. Received: weight of shape {weight.shape}. Pass the sum of the "
+            "rows' weights."
+        )
+    return weight
+
+
+def check_variables(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+    """What an optimizer is built for: whole variables of the strategy's scope."""
+    for variable in variables:
+        if not native(variable).shape.is_fully_defined():
+            raise ValueError(
+                "A variable must have a fully defined shape to be accumulated for. "
+                f"Received: variable {display_name(variable)!r} of shape "
+                f"{native(variable).shape}"
+            )
+        if not strategy.extended.variable_created_in_scope(native(variable)):
+            raise ValueError(
+                "The optimizer and the variables it is built for must be made in the "
+                "scope of the same strategy. "
+                f"Received: variable {display_name(variable)!r}, which was not made in "
+                f"the scope of {type(strategy).__name__}. Construct the model and the "
+                "optimizer under one `with strategy.scope():`."
+            )
+
+
+def check_strategy(strategy: tf.distribute.Strategy) -> None:
+    """The strategy in use is the one that the optimizer was constructed under."""
+    current = tf.distribute.get_strategy()
+    if current is not strategy:
+        raise ValueError(
+            "The optimizer must be constructed under the scope of the strategy that it "
+            "is used with. "
+            f"Received: constructed under {type(strategy).__name__}, used under "
+            f"{type(current).__name__}. Construct it inside `with strategy.scope():`."
+        )
+
+
+def check_replica_context(strategy: tf.distribute.Strategy) -> None:
+    """A micro step is taken in replica context of the optimizer's strategy."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "A micro step must be taken in replica context. Received: a call of "
+            "`apply_gradients` in cross-replica context. Call it inside "
+            "`strategy.run(...)`."
+        )
+    check_strategy(strategy)
+
+
+def variables_to_build(variables: Sequence[Any] | None) -> list[Any]:
+    """The variables of a first micro step, which the optimizer is built for."""
+    if variables is None:
+        raise ValueError(
+            "An optimizer that is not built must be told its variables. Received: "
+            "trainable_variables=None. Call `optimizer.build(variables)` first, or "
+            "pass them."
+        )
+    return list(variables)
+
+
+def aligned(
+    grads: Sequence[Any], variables: Sequence[Any], known: KnownVariables
+) -> list[Any]:
+    """Gradients in the order of the known variables, None for those not given."""
+    if len(grads) != len(variables):
+        raise ValueError(
+            "`grads` must hold one gradient (or None) per variable. "
+            f"Received: {len(grads)} gradients for {len(variables)} variables."
+        )
+    gradients: list[Any] = [None] * len(known)
+    without: list[str] = []
+    seen: set[int] = set()
+    for gradient, variable in zip(grads, variables, strict=True):
+        try:
+            index = known.index(variable)
+        except KeyError:
+            raise ValueError(
+                "The optimizer can only be used with the variables it was built for. "
+                f"Received: unknown variable {display_name(variable)!r}. For a new set "
+                "of variables, such as after layers were unfrozen, construct a new "
+                "optimizer."
+            ) from None
+        if index in seen:
+            raise ValueError(
+                "Each variable must be given once in a micro step. "
+                f"Received: variable {display_name(variable)!r} twice."
+            )
+        seen.add(index)
+        gradients[index] = gradient
+        if gradient is None:
+            without.append(display_name(variable))
+    if len(without) == len(grads):
+        raise ValueError(
+            "At least one variable must have a gradient. Received: None for each of "
+            f"{without}. Does the loss depend on them?"
+        )
+    if without:
+        warnings.warn(
+            f"Gradients do not exist for variables {without} in this micro step. They "
+            "keep what their accumulators hold. Does the loss depend on them?",
+            stacklevel=3,
+        )
+    return gradients

@@ -1,0 +1,64 @@
+"""The variables that an optimizer was built for: their order, and who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# A `keras.Variable` or a `tf.Variable`: the engine does not know which Keras it serves.
+Variable = Any
+
+
+def native(variable: Variable) -> tf.Variable:
+    """The `tf.Variable` behind a Keras variable; a `tf.Variable` as it is."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def display_name(variable: Variable) -> str:
+    """The path of a Keras variable, or the name of a `tf.Variable`."""
+    return getattr(variable, "path", None) or variable.name
+
+
+def is_overwritten(variable: Variable) -> bool:
+    """Whether a variable takes its gradient as its value (float8 statistics)."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+class KnownVariables:
+    """An index of variables, by identity.
+
+    Args:
+        variables: The variables, in the order of the accumulators.
+        strategy: Owns them. A replica's own copy, which is what a gradient tape
+            lists as watched, is found as well as the whole variable.
+    """
+
+    def __init__(
+        self, variables: Sequence[Variable], strategy: tf.distribute.Strategy
+    ) -> None:
+        self._variables = list(variables)
+        self._indices: dict[int, int] = {}
+        for index, variable in enumerate(self._variables):
+            whole = native(variable)
+            for copy in (whole, *strategy.experimental_local_results(whole)):
+                self._indices[id(copy)] = index
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __getitem__(self, index: int) -> Variable:
+        return self._variables[index]
+
+    def index(self, variable: Variable) -> int:
+        """Where a variable stands; KeyError when it is not known."""
+        return self._indices[id(native(variable))]
+
+    def trainable(self) -> list[int]:
+        """The indices of the variables that are trainable now: not frozen since."""
+        return [
+            index
+            for index, variable in enumerate(self._variables)
+            if getattr(variable, "trainable", True)
+        ]

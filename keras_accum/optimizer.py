@@ -1,0 +1,518 @@
+"""Gradient accumulation around or inside a Keras optimizer, from gradient to variable.
+
+Read `_Accumulation` from top to bottom: a gradient enters at `apply_gradients`, is
+added to an accumulator, and at the boundary of a window is reduced, checked and handed
+to the plain optimizer. The two classes at the end say which plain optimizer that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_accum import arguments, boundary
+from keras_accum.absent_gradients import passed_by
+from keras_accum.accumulation_state import AccumulationState
+from keras_accum.already_reduced import GradientsAreReduced, gradients_are_reduced
+from keras_accum.inner_optimizer import (
+    InnerAttributes,
+    check_neither_accumulates_nor_scales,
+    check_may_surround,
+    check_mixed_in,
+    checked_inner_optimizer,
+    is_multi_optimizer,
+)
+from keras_accum.known_variables import is_overwritten, native
+from keras_accum.reduction import are_finite, combine_over_replicas, divide
+
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+class _Accumulation(AccumulationState):
+    """The way of a gradient, shared by the wrapper and the mixin."""
+
+    # The way of a gradient, micro step by micro step.
+
+    def apply_gradients(self, grads_and_vars: Iterable, weight: Any = None) -> Any:
+        """Takes one micro step; the last one of a window updates the variables.
+
+        Called in replica context: by `fit`, or inside `strategy.run`.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable. A gradient is a tensor of
+                its variable's shape, `tf.IndexedSlices`, or None.
+            weight: What this micro-batch on this replica weighs in the mean, a scalar
+                >= 0 such as its rows or tokens. None means 1.
+
+        Returns:
+            `iterations`, the number of updates made.
+
+        Raises:
+            ValueError: Called in cross-replica context or under another strategy, an
+                unknown variable, no gradient at all, or a weight that is negative.
+        """
+        pairs = list(grads_and_vars)
+        self.apply([g for g, _ in pairs], [v for _, v in pairs], weight=weight)
+        return self.iterations
+
+    @do_not_convert
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        weight: Any = None,
+    ) -> None:
+        """Takes one micro step, as `apply_gradients` does, with two lists.
+
+        Args:
+            grads: One gradient, or None, per variable.
+            trainable_variables: The variables; None for those the optimizer was built
+                for.
+            weight: As in `apply_gradients`.
+
+        Raises:
+            ValueError: As `apply_gradients`.
+        """
+        if len(grads) == 0:
+            return
+        gradients = self._aligned(grads, trainable_variables)
+        weight = arguments.checked_weight(weight, self._reduction)
+        self._has_stepped = True
+        if self._accumulators is None:  # a window of one: nothing to store
+            self._close_now(gradients, weight)
+        else:
+            self._accumulators.add(gradients, weight, self._window.position)
+            self._window.advance(weight)
+            self._close_if(self._window.is_full(), gradients)
+
+    def _aligned(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list:
+        """One gradient or None per variable built for; builds on the first call."""
+        arguments.check_replica_context(self._strategy)
+        if not self.built:
+            first_variables = arguments.variables_to_build(variables)
+            # Once for all replicas: they are threads that share the optimizer.
+            boundary.merge(lambda: self.build(first_variables))
+        known = self._known_variables
+        return arguments.aligned(grads, known if variables is None else variables, known)
+
+    # The boundary of a window.
+
+    def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
+        """Replica context: closes the window on all replicas if it is due.
+
+        Args:
+            is_due: Scalar bool, equal on all replicas.
+            gradients: This micro step's. Where one is None, whether its variable got
+                one earlier in the window is known only at run time.
+        """
+        indices = self._handed_over(self._known_variables.trainable())
+        uncertain = [index for index in indices if gradients[index] is None]
+
+        def close_if_due(is_due: Any, has_gradient: Any) -> None:
+            def close() -> None:
+                self._close_window(indices, uncertain, has_gradient)
+
+            boundary.decide(is_due, close)
+
+        boundary.merge(close_if_due, is_due, self._accumulators.has_gradient())
+
+    def _close_now(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> None:
+        """Replica context: closes a window of one, which is the micro-batch itself."""
+        given = [index for index, g in enumerate(gradients) if g is not None]
+        indices = self._handed_over(given)
+        uncertain = [index for index in indices if index not in given]
+        has_gradient = tf.constant([g is not None for g in gradients])
+        local = [
+            tf.zeros_like(native(self._known_variables[index]))
+            if index in uncertain
+            else gradients[index]
+            for index in indices
+        ]
+        close = functools.partial(self._close_window, indices, uncertain)
+        boundary.merge(close, has_gradient, local, weight)
+
+    def _handed_over(self, indices: list[int]) -> list[int]:
+        """What the plain optimizer is called with: a `MultiOptimizer` insists on all."""
+        if is_multi_optimizer(self._plain_optimizer):
+            return list(range(len(self._known_variables)))
+        return indices
+
+    def _close_window(
+        self,
+        indices: list[int],
+        uncertain: list[int],
+        has_gradient: Any,
+        gradients: Any = None,
+        weight: Any = None,
+    ) -> None:
+        """Cross-replica context: reduces, decides for all, updates, opens the next.
+
+        Args:
+            indices: The variables to update.
+            uncertain: Those of them that may be without a gradient in this window.
+            has_gradient: On each replica, bool of shape (variables,).
+            gradients: On each replica, the local gradients of a window of one; None to
+                read what has been accumulated.
+            weight: On each replica, the weight of a window of one; None means 1.
+        """
+        reduced, is_finite, is_to_update = boundary.each_replica(
+            functools.partial(self._reduce, indices), gradients, weight
+        )
+
+        def update() -> None:
+            present = boundary.first_replica(has_gradient)
+            optional = [(self._known_variables[i], present[i]) for i in uncertain]
+            with self._reduced_gradients(), passed_by(self._plain_optimizer, optional):
+                boundary.each_replica(
+                    functools.partial(self._update, indices), reduced, has_gradient
+                )
+
+        def skip() -> None:
+            boundary.each_replica(self._skip, is_finite)
+
+        boundary.decide(is_to_update, update, skip)
+        boundary.each_replica(self._open_window)
+
+    def _reduce(self, indices: list[int], gradients: Any, weight: Any) -> tuple:
+        """Replica context, in the branch: the one reduction of the window.
+
+        Returns:
+            The reduced gradients, divided and unscaled; whether they are finite;
+            whether an update is to be made of them. All equal on all replicas.
+        """
+        if gradients is None:
+            gradients = self._accumulators.read(indices)
+            weight = self._window.weight.read_value()
+        variables = [self._known_variables[index] for index in indices]
+        overwritten = [is_overwritten(variable) for variable in variables]
+        combined, total_weight = combine_over_replicas(gradients, weight, overwritten)
+        divisor = self._reduction.divisor(total_weight)
+        if self._loss_scale is not None:
+            scale = self._loss_scale.value.read_value()
+            divisor = scale if divisor is None else divisor * scale
+        reduced = [
+            divide(
+                gradient,
+                None if is_statistic else divisor,
+                arguments.dtype_of_reduced(variable, self._accumulator_dtype),
+            )
+            for gradient, variable, is_statistic in zip(
+                combined, variables, overwritten, strict=True
+            )
+        ]
+        is_finite = are_finite(reduced)
+        has_weight = True if total_weight is None else total_weight > 0
+        return reduced, is_finite, tf.logical_and(is_finite, has_weight)
+
+    def _update(self, indices: list[int], reduced: Any, has_gradient: Any) -> None:
+        """Replica context, in the inner branch: the plain optimizer's own update.
+
+        It clips, decays, applies constraints, moves its average and counts, once.
+        """
+        variables = [self._known_variables[index] for index in indices]
+        gradients = [
+            tf.where(has_gradient[index], gradient, native(variable))
+            if is_overwritten(variable)
+            else gradient
+            for index, variable, gradient in zip(
+                indices, variables, reduced, strict=True
+            )
+        ]
+        self._apply_plain(gradients, variables)
+        self._window.record_update()
+        if self._loss_scale is not None:
+            self._loss_scale.record_update()
+
+    def _skip(self, is_finite: tf.Tensor) -> None:
+        """Replica context, in the inner branch: the window ends without an update."""
+        self._window.record_skip(is_finite)
+        if self._loss_scale is not None:
+            self._loss_scale.record_skip(is_finite)
+
+    def flush(self) -> None:
+        """Updates now, with what the window holds; nothing at position 0.
+
+        A mean is taken over the micro-batches that are there. Call it from plain
+        Python (a callback), under the strategy's scope, or in replica context; with
+        several workers, on all of them.
+        """
+        if self.built and self._accumulators is not None:
+            key = ("flush", *self._known_variables.trainable())
+            self._from_anywhere(self._flush, key)
+
+    @do_not_convert
+    def _flush(self) -> None:
+        nothing_given = [None] * len(self._known_variables)
+        self._close_if(self._window.is_open(), nothing_given)
+
+    # What the two surfaces say: which optimizer makes the update, and how.
+
+    _plain_optimizer: Any
+
+    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
+        raise NotImplementedError
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class AccumulationOptimizer(
+    InnerAttributes, _Accumulation, keras.optimizers.LossScaleOptimizer
+):
+    """Wraps a Keras optimizer so that N micro-batches train as one large batch.
+
+    Gradients are added up where they arise, reduced over the replicas once per
+    window, divided, unscaled, checked, and handed once to the inner optimizer, which
+    clips, decays, moves its average and counts as if it had seen one large batch.
+
+    It is a `keras.optimizers.LossScaleOptimizer` for one reason: `compile` then sees
+    that it scales its own loss, and puts no other one around it.
+
+    What the window holds is saved with the model, by all of Keras's formats and by
+    `tf.train.Checkpoint`, and taken up again on any number of replicas. As with a
+    learning rate, the `accumulation_steps` of a file replace those of the
+    constructor. Under MultiWorkerMirroredStrategy a save in mid-window sums over the
+    workers, so all of them must call it.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer`, `MultiOptimizer` included,
+            that neither accumulates nor scales the loss by itself.
+        accumulation_steps: Micro steps per update, an int >= 1. Windows of one need
+            and have no accumulators.
+        micro_reduction: How the gradients of a window combine. `"mean"`: their
+            weighted mean. `"sum"`: their weighted sum. `"running_mean"`: the mean,
+            kept while the window fills, so that a float16 accumulator cannot overflow
+            by the length of the window; takes no weights.
+        replica_reduction: How they combine over replicas. `"sum"` is right for losses
+            that carry 1/R already, as Keras's do in `fit`; else `"mean"`.
+        accumulator_dtype: What gradients are added up in: a floating dtype, or a
+            callable from variable to dtype. None is float32 for float16 and bfloat16
+            variables, else the variable's own. The inner optimizer receives the
+            variable's dtype, or a wider one that was chosen here.
+        loss_scale: None, `"dynamic"` (from 2**15, doubled after 2000 finite updates,
+            halved when a gradient is not finite), or a finite number > 0. None is
+            dynamic under a `mixed_float16` policy, else no scale; 1.0 is never one.
+        on_nonfinite: `"skip_window"`: a window whose reduced gradient holds an
+            infinity or a NaN makes no update on any replica, and is counted in
+            `skipped_windows`.
+        name: Of the optimizer.
+
+    Raises:
+        TypeError: The inner optimizer is none, or an argument's type is wrong.
+        ValueError: An argument's value is wrong; the inner optimizer accumulates or
+            scales; a strategy that is not supported.
+
+    Example:
+
+    >>> optimizer = keras_accum.AccumulationOptimizer(
+    ...     keras.optimizers.SGD(1.0), accumulation_steps=2)
+    >>> variable = keras.Variable([1.0, 2.0])
+    >>> for gradient in ([1.0, 1.0], [3.0, 1.0]):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    ...     print(variable.numpy(), int(optimizer.position), bool(optimizer.has_updated))
+    [1. 2.] 1 False
+    [-1.  1.] 0 True
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        accumulation_steps: int,
+        *,
+        micro_reduction: str = "mean",
+        replica_reduction: str = "sum",
+        accumulator_dtype: arguments.AccumulatorDType = None,
+        loss_scale: float | str | None = None,
+        on_nonfinite: str = "skip_window",
+        name: str | None = None,
+    ) -> None:
+        arguments.check_backend()
+        inner_optimizer = checked_inner_optimizer(inner_optimizer, _Accumulation)
+        scale = arguments.resolved_loss_scale(loss_scale)
+        super().__init__(inner_optimizer, name=name)
+        self._set_up(
+            accumulation_steps,
+            micro_reduction,
+            replica_reduction,
+            accumulator_dtype,
+            scale,
+            on_nonfinite,
+        )
+
+    @property
+    def _plain_optimizer(self) -> Any:
+        return self.inner_optimizer
+
+    def _build_plain(self, variables: list[Any]) -> None:
+        self.inner_optimizer.build(variables)
+        check_neither_accumulates_nor_scales(self.inner_optimizer, _Accumulation)
+
+    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
+        self.inner_optimizer.apply(gradients, variables)
+
+    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
+        return gradients_are_reduced(self.inner_optimizer)
+
+    def _plain_variables(self) -> list[Any]:
+        return self.inner_optimizer.variables
+
+    def _set_plain_weights(self, weights: list[Any]) -> None:
+        self.inner_optimizer.set_weights(weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes what the inner optimizer writes; the window is saved beside it."""
+        self.inner_optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what a plain optimizer of the inner one's class wrote."""
+        self.inner_optimizer.load_own_variables(store)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds here, and has the inner variables already.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, with a `loss_scale` of None as what it was resolved to."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer),
+            **self._accumulation_config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` described."""
+        config = arguments.deserialized(config, custom_objects)
+        inner_optimizer = keras.optimizers.deserialize(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner_optimizer, **config)
+
+    def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
+        raise ValueError(
+            "An AccumulationOptimizer scales its own loss and cannot stand inside "
+            "another optimizer. "
+            f"Received: loss_scale_factor={value}, set by {surrounding}. Put it "
+            "outermost, and pass it loss_scale."
+        )
+
+
+class AccumulationMixin(GradientsAreReduced, _Accumulation):
+    """Makes a Keras optimizer class accumulate by itself.
+
+    Put it first among the bases. The arguments are those of the class, and those of
+    `AccumulationOptimizer`, by keyword. A file of the plain class can be loaded, and
+    `tf.train.Checkpoint` matches it too.
+
+    Under a `mixed_float16` policy, `compile` puts Keras's own `LossScaleOptimizer`
+    around any optimizer it does not know to scale: compile with
+    `auto_scale_loss=False`. Inside one the mixin leaves scaling to it.
+
+    Example:
+
+    >>> class AccumulatingSGD(keras_accum.AccumulationMixin, keras.optimizers.SGD):
+    ...     pass
+    >>> optimizer = AccumulatingSGD(1.0, momentum=0.9, accumulation_steps=2)
+    >>> variable = keras.Variable(1.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    >>> float(variable.numpy()), int(optimizer.iterations.numpy())
+    (-1.0, 1)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        accumulation_steps: int,
+        micro_reduction: str = "mean",
+        replica_reduction: str = "sum",
+        accumulator_dtype: arguments.AccumulatorDType = None,
+        loss_scale: float | str | None = None,
+        on_nonfinite: str = "skip_window",
+        **kwargs: Any,
+    ) -> None:
+        arguments.check_backend()
+        check_mixed_in(self, kwargs)
+        scale = arguments.resolved_loss_scale(loss_scale)
+        super().__init__(*args, **kwargs)
+        self._set_up(
+            accumulation_steps,
+            micro_reduction,
+            replica_reduction,
+            accumulator_dtype,
+            scale,
+            on_nonfinite,
+        )
+
+    @property
+    def _plain_optimizer(self) -> Any:
+        return self
+
+    def _build_plain(self, variables: list[Any]) -> None:
+        super(AccumulationState, self).build(variables)
+
+    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
+        super(AccumulationState, self).apply(gradients, variables)
+
+    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()  # `GradientsAreReduced` says so for good
+
+    def _plain_variables(self) -> list[Any]:
+        return super(AccumulationState, self).variables
+
+    def _set_plain_weights(self, weights: list[Any]) -> None:
+        for variable, weight in zip(self._plain_variables(), weights, strict=True):
+            variable.assign(weight)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes what the plain optimizer writes; the window is saved beside it."""
+        for index, variable in enumerate(self._plain_variables()):
+            store[str(index)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what a plain optimizer of the class wrote."""
+        variables = self._plain_variables()
+        if len(store.keys()) != len(variables):
+            warnings.warn(
+                f"Skipping the variables of optimizer {self.name!r}, which has "
+                f"{len(variables)} of them where the saved one has "
+                f"{len(store.keys())}.",
+                stacklevel=2,
+            )
+            return
+        for index, variable in enumerate(variables):
+            variable.assign(store[str(index)])
+
+    def get_config(self) -> dict[str, Any]:
+        """The class's arguments and those of the accumulation."""
+        return {**super().get_config(), **self._accumulation_config()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` described."""
+        config = arguments.deserialized(config, custom_objects)
+        return super().from_config(config, custom_objects=custom_objects)
+
+    def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
+        check_may_surround(surrounding)
+        if value is not None:
+            raise ValueError(
+                "An accumulating optimizer has a loss scale of its own. "
+                f"Received: loss_scale_factor={value}. Pass it loss_scale."
+            )
+        if self._loss_scale is not None:
+            self._loss_scale = None
+            warnings.warn(
+                "A LossScaleOptimizer was put around an accumulating optimizer. It "
+                "scales the loss from now on, and judges local gradients before they "
+                "are reduced. To keep the scale that is counted in updates, compile "
+                "with auto_scale_loss=False.",
+                stacklevel=2,
+            )

@@ -1,0 +1,134 @@
+"""How gradients combine: over the micro-batches of a window, then over the replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+Gradient = tf.Tensor | tf.IndexedSlices
+
+MICRO_REDUCTIONS = ("mean", "sum", "running_mean")
+REPLICA_REDUCTIONS = ("sum", "mean")
+
+
+def map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient
+) -> Gradient:
+    """Applies `function` to a dense gradient, or to the values of IndexedSlices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            function(gradient.values), gradient.indices, gradient.dense_shape
+        )
+    return function(gradient)
+
+
+def combine_over_replicas(
+    gradients: Sequence[Gradient],
+    weight: tf.Tensor | None,
+    takes_maximum: Sequence[bool],
+) -> tuple[list[Gradient], tf.Tensor | None]:
+    """Combines local gradients and weights over the replicas, in one batched call.
+
+    Runs in replica context. On one replica nothing is copied and no collective is
+    made.
+
+    Args:
+        gradients: This replica's.
+        weight: float32 scalar, this replica's; None when every replica weighs 1.
+        takes_maximum: Where True, the elementwise maximum is wanted, not the sum.
+
+    Returns:
+        The combined gradients and the total weight, equal on all replicas.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return list(gradients), weight
+    combined = list(gradients)
+    summed = [i for i, is_maximum in enumerate(takes_maximum) if not is_maximum]
+    addends = [gradients[i] for i in summed]
+    if weight is not None:
+        addends.append(weight)
+    totals = context.all_reduce(tf.distribute.ReduceOp.SUM, addends)
+    for i, total in zip(summed, totals, strict=False):
+        combined[i] = total
+    for i, is_maximum in enumerate(takes_maximum):
+        if is_maximum:
+            each = context.all_gather(gradients[i][tf.newaxis], axis=0)
+            combined[i] = tf.reduce_max(each, axis=0)
+    return combined, None if weight is None else totals[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """The two reductions of a window, and what its sum is to be divided by.
+
+    With A[r] the local sum of weighted gradients and W[r] the local weight:
+
+    | micro        | replica "sum"                       | replica "mean"              |
+    |--------------|-------------------------------------|-----------------------------|
+    | mean         | sum(A) / (sum(W) / R)               | sum(A) / sum(W)             |
+    | sum          | sum(A)                              | sum(A) / R                  |
+    | running_mean | sum of the local means              | mean of the local means     |
+
+    "sum" over replicas is right for Keras losses, which already carry 1/R.
+
+    Args:
+        micro: One of `MICRO_REDUCTIONS`.
+        replica: One of `REPLICA_REDUCTIONS`.
+    """
+
+    micro: str
+    replica: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the accumulators hold a mean while the window fills."""
+        return self.micro == "running_mean"
+
+    def divisor(self, total_weight: tf.Tensor | None) -> tf.Tensor | float | None:
+        """What the sum over replicas is divided by; None when by nothing.
+
+        Args:
+            total_weight: float32 scalar, the sum of W[r]; None when every micro-batch
+                in a window of one weighs 1.
+        """
+        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+        is_mean = self.replica == "mean"
+        if self.micro == "mean" and total_weight is not None:
+            return total_weight if is_mean else total_weight / replicas
+        return float(replicas) if is_mean and replicas > 1 else None
+
+
+def divide(
+    gradient: Gradient, divisor: tf.Tensor | float | None, dtype: tf.DType
+) -> Gradient:
+    """Divides in float32 at least, and returns `dtype`.
+
+    A float16 sum is divided outside float16: there a loss scale times the length of
+    a window is itself infinite.
+
+    Args:
+        gradient: Dense, or IndexedSlices.
+        divisor: Scalar; None divides by nothing, without a pass.
+        dtype: Of the result.
+    """
+
+    def divided(values: tf.Tensor) -> tf.Tensor:
+        if divisor is None:
+            return tf.cast(values, dtype)
+        wide = tf.float32 if values.dtype.size < 4 else values.dtype
+        return tf.cast(tf.cast(values, wide) / tf.cast(divisor, wide), dtype)
+
+    return map_values(divided, gradient)
+
+
+def are_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Scalar bool: no gradient holds an infinity or a NaN. One pass over each."""
+    values = [
+        g.values if isinstance(g, tf.IndexedSlices) else g
+        for g in gradients
+        if g is not None
+    ]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])

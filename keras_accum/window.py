@@ -1,0 +1,83 @@
+"""The window: how far it is filled, when it is full, what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+NewVariable = Callable[..., tf.Variable]
+
+
+class Window:
+    """Counts the micro steps between two updates.
+
+    Every counter is an int32 scalar that all replicas move alike, so each replica
+    can read its own copy and still come to the verdict of all the others. Only
+    `weight` differs from replica to replica: it is a sum over what each has seen.
+
+    The length is latched: a change of `next_length` is seen by the window that
+    opens next, never by one that is half full. All methods but `request_length`
+    run in replica context.
+
+    Args:
+        length: Micro steps per window, an int >= 1.
+        new_variable: Makes the `tf.Variable` that a counter lives in. Called with
+            a name and, where they differ from an int32 scalar that is equal on
+            all replicas, `dtype`, `initial`, `synchronization`, `aggregation`.
+
+    Source: optax keeps the same two counters apart, the place in the window and the
+        updates done (`optax.MultiStepsState`).
+    """
+
+    def __init__(self, length: int, new_variable: NewVariable) -> None:
+        self.position = new_variable("position")
+        self.length = new_variable("length", initial=length)
+        self.next_length = new_variable("next_length", initial=length)
+        self.skipped_windows = new_variable("skipped_windows")
+        self.last_window_updated = new_variable("last_window_updated")
+        self.weight = new_variable(
+            "weight", dtype="float32", synchronization="on_read", aggregation="sum"
+        )
+
+    def advance(self, weight: tf.Tensor | None) -> None:
+        """Takes one micro step; `weight` is a float32 scalar, None means 1."""
+        self.weight.assign_add(1.0 if weight is None else weight)
+        self.position.assign_add(1)
+
+    def is_full(self) -> tf.Tensor:
+        """Scalar bool: the micro step just taken was the window's last."""
+        return self.position.read_value() >= self.length.read_value()
+
+    def is_open(self) -> tf.Tensor:
+        """Scalar bool: the window holds at least one micro step."""
+        return self.position.read_value() > 0
+
+    def has_updated(self) -> tf.Tensor:
+        """Scalar bool: the last micro step closed a window with an update."""
+        return tf.logical_and(
+            tf.equal(self.position.read_value(), 0),
+            tf.equal(self.last_window_updated.read_value(), 1),
+        )
+
+    def record_update(self) -> None:
+        """Notes that the window ended in an update."""
+        self.last_window_updated.assign(1)
+
+    def record_skip(self, is_finite: tf.Tensor) -> None:
+        """Notes that the window ended without one; counts it if it was not finite."""
+        self.last_window_updated.assign(0)
+        self.skipped_windows.assign_add(tf.where(is_finite, 0, 1))
+
+    def restart(self) -> None:
+        """Opens the next window, with the length that was asked for last."""
+        self.position.assign(0)
+        self.weight.assign(0.0)
+        self.length.assign(self.next_length.read_value())
+
+    def request_length(self, length: int) -> None:
+        """Sets the length of the next window: the present one if it is still empty."""
+        self.next_length.assign(length)
+        self.length.assign(
+            tf.where(self.is_open(), self.length.read_value(), length)
+        )

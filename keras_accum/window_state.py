@@ -1,0 +1,125 @@
+"""What is saved of a window, beside the optimizer's own variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+LENGTHS = ("length", "next_length")
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class WindowState(keras.layers.Layer):
+    """Holds the counters and accumulators of a window, and saves and restores them.
+
+    A layer, because layers are what Keras saves wherever it finds them. An optimizer
+    that has one as an attribute keeps its own variables as a plain optimizer has
+    them, so that files can be exchanged: a plain optimizer's file has no window, and
+    a plain optimizer does not look for one.
+
+    Counters are kept by name and accumulators by the index of their variable. Names
+    made of variables would differ from one instance of a model to the next.
+
+    Args:
+        strategy: Owns the variables.
+        reset: Empties the window; called when a file holds none.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, reset: Callable[[], None]
+    ) -> None:
+        super().__init__(name="window_state")
+        self._strategy = strategy
+        self._reset = reset
+        self._names: list[str] = []
+
+    def new_variable(
+        self,
+        name: str,
+        *,
+        shape: Any = (),
+        dtype: str = "int32",
+        initial: float = 0,
+        synchronization: str = "auto",
+        aggregation: str = "none",
+    ) -> tf.Variable:
+        """Makes a variable that is saved and restored; returns the `tf.Variable`."""
+        variable = keras.Variable(
+            keras.initializers.Constant(initial),
+            shape=shape,
+            dtype=dtype,
+            trainable=False,
+            synchronization=synchronization,
+            aggregation=aggregation,
+            name=name,
+        )
+        self._names.append(name)
+        setattr(self, name, variable)
+        return variable.value
+
+    @property
+    def held(self) -> list[keras.Variable]:
+        """The variables, in the order in which they were made."""
+        return [getattr(self, name) for name in self._names]
+
+    @property
+    def has_accumulators(self) -> bool:
+        """Whether micro-batches are stored at all: not in windows of one."""
+        return hasattr(self, "has_gradient")
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes what a resumed training needs, whatever the number of replicas."""
+        for name in self._names:
+            store[name] = self._total(getattr(self, name))
+
+    def _total(self, variable: keras.Variable) -> np.ndarray:
+        if variable.synchronization == "on_read" and variable.aggregation == "mean":
+            # The largest value seen, of variables overwritten with their gradient.
+            copies = self._strategy.experimental_local_results(variable.value)
+            return np.max([copy.numpy() for copy in copies], axis=0)
+        return variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes up the window that was saved; an empty store is an empty window."""
+        saved = set(store.keys())
+        if not saved:
+            self._reset()
+            return
+        if not self.built:
+            return  # Keras warns that an optimizer was not built when it was loaded.
+        self._check(saved, store)
+        constructed_with = int(self.next_length.numpy())
+        for name in self._names:
+            if name in saved and (self.has_accumulators or name not in LENGTHS):
+                getattr(self, name).assign(store[name])
+        restored = int(self.next_length.numpy())
+        if restored != constructed_with:
+            logging.warning(
+                "accumulation_steps is %d, as saved; the optimizer was constructed "
+                "with %d. Set `optimizer.accumulation_steps` after loading to change "
+                "it.",
+                restored,
+                constructed_with,
+            )
+
+    def _check(self, saved: set[str], store: Any) -> None:
+        in_file = sum(name.startswith("accumulator_") for name in saved)
+        here = sum(name.startswith("accumulator_") for name in self._names)
+        position = int(np.asarray(store["position"]))
+        if in_file and here and in_file != here:
+            raise ValueError(
+                "The saved window must hold one accumulator for each variable of the "
+                f"optimizer. Received: {in_file} saved accumulators for {here} "
+                "variables. Load it into an optimizer of the model that was saved."
+            )
+        if position > 0 and not here:
+            raise ValueError(
+                "The saved window is open, and an optimizer with accumulation_steps=1 "
+                f"cannot finish it. Received: position={position}. Construct the "
+                "optimizer with the accumulation_steps it was saved with."
+            )
