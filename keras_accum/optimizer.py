@@ -139,7 +139,7 @@ class _Accumulation(AccumulationState):
 
     def _handed_over(self, indices: list[int]) -> list[int]:
         """What the plain optimizer is called with: a `MultiOptimizer` insists on all."""
-        if is_multi_optimizer(self._plain_optimizer):
+        if is_multi_optimizer(self._plain()):
             return list(range(len(self._known_variables)))
         return indices
 
@@ -168,7 +168,7 @@ class _Accumulation(AccumulationState):
         def update() -> None:
             present = boundary.first_replica(has_gradient)
             optional = [(self._known_variables[i], present[i]) for i in uncertain]
-            with self._reduced_gradients(), passed_by(self._plain_optimizer, optional):
+            with self._reduced_gradients(), passed_by(self._plain(), optional):
                 boundary.each_replica(
                     functools.partial(self._update, indices), reduced, has_gradient
                 )
@@ -253,7 +253,8 @@ class _Accumulation(AccumulationState):
 
     # What the two surfaces say: which optimizer makes the update, and how.
 
-    _plain_optimizer: Any
+    def _plain(self) -> Any:
+        raise NotImplementedError
 
     def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
         raise NotImplementedError
@@ -346,8 +347,7 @@ class AccumulationOptimizer(
             on_nonfinite,
         )
 
-    @property
-    def _plain_optimizer(self) -> Any:
+    def _plain(self) -> Any:
         return self.inner_optimizer
 
     def _build_plain(self, variables: list[Any]) -> None:
@@ -451,8 +451,7 @@ class AccumulationMixin(GradientsAreReduced, _Accumulation):
             on_nonfinite,
         )
 
-    @property
-    def _plain_optimizer(self) -> Any:
+    def _plain(self) -> Any:
         return self
 
     def _build_plain(self, variables: list[Any]) -> None:
