@@ -9,7 +9,7 @@ decay, so the step of such a variable stands in a `tf.cond`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -52,20 +52,26 @@ def passed_by(
             del leaf.__dict__["update_step"]
 
 
-def _conditional(update_step: Any, before: Mapping[int, tuple[tf.Tensor, tf.Tensor]]):
-    def conditional_update_step(gradient, variable, learning_rate):
+def _conditional(
+    update_step: Callable[..., None],
+    before: Mapping[int, tuple[tf.Tensor, tf.Tensor]],
+) -> Callable[..., None]:
+    def conditional_update_step(
+        gradient: Any, variable: Any, learning_rate: Any
+    ) -> None:
         if id(native(variable)) not in before:
-            return update_step(gradient, variable, learning_rate)
+            update_step(gradient, variable, learning_rate)
+            return
         present, value = before[id(native(variable))]
 
-        def update():
+        def update() -> tf.Tensor:
             update_step(gradient, variable, learning_rate)
             return tf.constant(True)
 
-        def pass_by():
+        def pass_by() -> tf.Tensor:
             native(variable).assign(value)
             return tf.constant(False)
 
-        return tf.cond(present, update, pass_by)
+        tf.cond(present, update, pass_by)
 
     return conditional_update_step

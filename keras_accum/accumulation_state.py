@@ -59,7 +59,7 @@ class AccumulationState:
         if loss_scale is not None:
             loss_scale.build(self.window_state.new_variable)
 
-    # What is done between micro steps.
+    # Variables.
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the plain optimizer's variables and the accumulators.
@@ -112,10 +112,7 @@ class AccumulationState:
         self._window.last_window_updated.assign(0)
 
     def _open_window(self) -> None:
-        """Replica context: empties the window."""
-        if self._accumulators is not None:
-            self._accumulators.clear()
-        self._window.restart()
+        raise NotImplementedError
 
     @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -149,7 +146,7 @@ class AccumulationState:
 
     @property
     def has_updated(self) -> tf.Tensor:
-        """bool scalar: the last micro step, or a flush since, made an update."""
+        """Bool scalar: the last micro step, or a flush since, made an update."""
         return self._window.has_updated()
 
     @property

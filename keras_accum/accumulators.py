@@ -88,7 +88,7 @@ class Accumulators:
         return [self._accumulators[index].read_value() for index in indices]
 
     def has_gradient(self) -> tf.Tensor:
-        """bool of shape (variables,): True where the window holds a gradient."""
+        """Bool of shape (variables,): True where the window holds a gradient."""
         return self._has_gradient.read_value() > 0
 
     def clear(self) -> None:

@@ -68,16 +68,20 @@ def checked_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few names."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )
     return value
 
 
 def checked_accumulator_dtype(accumulator_dtype: Any) -> AccumulatorDType:
     """None, a name of a floating dtype, or a callable that gives one."""
-    if accumulator_dtype is None or callable(accumulator_dtype):
-        # A `tf.DType` is not callable; a NumPy scalar type is, and means itself.
-        if not isinstance(accumulator_dtype, type):
-            return accumulator_dtype
+    # A `tf.DType` is not callable; a NumPy scalar type is, and means itself.
+    is_function = callable(accumulator_dtype) and not isinstance(
+        accumulator_dtype, type
+    )
+    if accumulator_dtype is None or is_function:
+        return accumulator_dtype
     return _floating(accumulator_dtype).name
 
 
@@ -96,7 +100,9 @@ def _floating(accumulator_dtype: Any) -> tf.DType:
     return dtype
 
 
-def dtype_of_accumulator(variable: Any, accumulator_dtype: AccumulatorDType) -> tf.DType:
+def dtype_of_accumulator(
+    variable: Any, accumulator_dtype: AccumulatorDType
+) -> tf.DType:
     """What a variable's gradients are summed in.
 
     float32 for float16 and bfloat16 variables, else the variable's dtype: a bfloat16

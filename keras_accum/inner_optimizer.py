@@ -1,4 +1,4 @@
-"""The optimizer inside: which ones are accepted, and what of them shows outside."""
+"""Which optimizers can be wrapped, which classes can be mixed into."""
 
 from __future__ import annotations
 
@@ -117,48 +117,3 @@ def check_may_surround(surrounding: Any) -> None:
             "around the MultiOptimizer. "
             f"Received: optimizer inside {type(surrounding).__name__}"
         )
-
-
-def _delegated(name: str) -> Any:
-    def get(self: Any) -> Any:
-        return getattr(self.inner_optimizer, name)
-
-    def set_(self: Any, value: Any) -> None:
-        # Keras's constructor sets its defaults before there is an inner optimizer.
-        if "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-
-    return property(get, set_, doc=f"The inner optimizer's `{name}`; settable.")
-
-
-class InnerAttributes:
-    """The members of a wrapper that are its inner optimizer's."""
-
-    inner_optimizer: Any
-
-    learning_rate = _delegated("learning_rate")
-    weight_decay = _delegated("weight_decay")
-    clipnorm = _delegated("clipnorm")
-    clipvalue = _delegated("clipvalue")
-    global_clipnorm = _delegated("global_clipnorm")
-    use_ema = _delegated("use_ema")
-    ema_momentum = _delegated("ema_momentum")
-    ema_overwrite_frequency = _delegated("ema_overwrite_frequency")
-
-    @property
-    def iterations(self) -> Any:
-        """Updates made: the inner optimizer's counter."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The children of a `MultiOptimizer` inside; else there is no such attribute."""
-        return self.inner_optimizer.optimizers
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None):
-        """As the inner optimizer's method; call it before `build`."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """As the inner optimizer's method: moves its EMA into the model."""
-        self.inner_optimizer.finalize_variable_values(var_list)

@@ -32,6 +32,15 @@ class LossScale:
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.value.read_value(), loss.dtype)
 
+    def times(self, divisor: tf.Tensor | float | None) -> tf.Tensor:
+        """What a sum of scaled gradients is to be divided by, float32 scalar.
+
+        Args:
+            divisor: What a sum of unscaled ones would be; None for nothing.
+        """
+        scale = self.value.read_value()
+        return scale if divisor is None else divisor * scale
+
     def record_update(self) -> None:
         """Called in replica context when a window ended in an update."""
 
@@ -70,10 +79,12 @@ class DynamicLossScale(LossScale):
         super().__init__(initial)
 
     def build(self, new_variable: NewVariable) -> None:
+        """Makes the variables, and a counter of finite updates."""
         super().build(new_variable)
         self.finite_updates = new_variable("finite_updates")
 
     def record_update(self) -> None:
+        """Grows the scale when `growth_interval` updates in a row were finite."""
         finite_updates = self.finite_updates.read_value() + 1
         is_due = finite_updates >= self.growth_interval
         scale = self.value.read_value()
@@ -82,10 +93,12 @@ class DynamicLossScale(LossScale):
         self.finite_updates.assign(tf.where(is_due, 0, finite_updates))
 
     def record_skip(self, is_finite: tf.Tensor) -> None:
+        """Shrinks the scale if the gradient was not finite."""
         scale = self.value.read_value()
         shrunk = tf.maximum(scale * self.backoff_factor, self.minimum)
         self.value.assign(tf.where(is_finite, scale, shrunk))
         self.finite_updates.assign(0)
 
     def get_config(self) -> float | str:
+        """As in `LossScale`."""
         return "dynamic"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,16 +19,17 @@ from keras_accum import arguments, boundary
 from keras_accum.absent_gradients import passed_by
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.already_reduced import GradientsAreReduced, gradients_are_reduced
+from keras_accum.average_overwrite import overwritten_with_average
 from keras_accum.inner_optimizer import (
-    InnerAttributes,
-    check_neither_accumulates_nor_scales,
-    check_may_surround,
     check_mixed_in,
+    check_neither_accumulates_nor_scales,
     checked_inner_optimizer,
     is_multi_optimizer,
 )
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.reduction import are_finite, combine_over_replicas, divide
+from keras_accum.mixing_in import MixingIn
+from keras_accum.reduction import are_finite, combine_over_replicas, divide_all
+from keras_accum.wrapping import Wrapping
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
@@ -99,12 +99,14 @@ class _Accumulation(AccumulationState):
             # Once for all replicas: they are threads that share the optimizer.
             boundary.merge(lambda: self.build(first_variables))
         known = self._known_variables
-        return arguments.aligned(grads, known if variables is None else variables, known)
+        return arguments.aligned(
+            grads, known if variables is None else variables, known
+        )
 
     # The boundary of a window.
 
     def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
-        """Replica context: closes the window on all replicas if it is due.
+        """Replica context: closes the window on all replicas, if it is due.
 
         Args:
             is_due: Scalar bool, equal on all replicas.
@@ -126,19 +128,19 @@ class _Accumulation(AccumulationState):
         """Replica context: closes a window of one, which is the micro-batch itself."""
         given = [index for index, g in enumerate(gradients) if g is not None]
         indices = self._handed_over(given)
-        uncertain = [index for index in indices if index not in given]
-        has_gradient = tf.constant([g is not None for g in gradients])
+        absent = [index for index in indices if gradients[index] is None]
         local = [
             tf.zeros_like(native(self._known_variables[index]))
-            if index in uncertain
+            if index in absent
             else gradients[index]
             for index in indices
         ]
-        close = functools.partial(self._close_window, indices, uncertain)
+        has_gradient = tf.constant([g is not None for g in gradients])
+        close = functools.partial(self._close_window, indices, absent)
         boundary.merge(close, has_gradient, local, weight)
 
     def _handed_over(self, indices: list[int]) -> list[int]:
-        """What the plain optimizer is called with: a `MultiOptimizer` insists on all."""
+        """What the plain optimizer is called with; `MultiOptimizer` wants them all."""
         if is_multi_optimizer(self._plain()):
             return list(range(len(self._known_variables)))
         return indices
@@ -161,22 +163,24 @@ class _Accumulation(AccumulationState):
                 read what has been accumulated.
             weight: On each replica, the weight of a window of one; None means 1.
         """
-        reduced, is_finite, is_to_update = boundary.each_replica(
-            functools.partial(self._reduce, indices), gradients, weight
-        )
+        reduce = functools.partial(self._reduce, indices)
+        reduced, is_finite, is_good = boundary.each_replica(reduce, gradients, weight)
 
         def update() -> None:
             present = boundary.first_replica(has_gradient)
             optional = [(self._known_variables[i], present[i]) for i in uncertain]
-            with self._reduced_gradients(), passed_by(self._plain(), optional):
-                boundary.each_replica(
-                    functools.partial(self._update, indices), reduced, has_gradient
-                )
+            with (
+                self._reduced_gradients(),
+                passed_by(self._plain(), optional),
+                overwritten_with_average(self._plain(), self._known_variables),
+            ):
+                update = functools.partial(self._update, indices)
+                boundary.each_replica(update, reduced, has_gradient)
 
         def skip() -> None:
             boundary.each_replica(self._skip, is_finite)
 
-        boundary.decide(is_to_update, update, skip)
+        boundary.decide(is_good, update, skip)
         boundary.each_replica(self._open_window)
 
     def _reduce(self, indices: list[int], gradients: Any, weight: Any) -> tuple:
@@ -184,28 +188,21 @@ class _Accumulation(AccumulationState):
 
         Returns:
             The reduced gradients, divided and unscaled; whether they are finite;
-            whether an update is to be made of them. All equal on all replicas.
+            whether to update with them. All equal on all replicas.
         """
         if gradients is None:
             gradients = self._accumulators.read(indices)
             weight = self._window.weight.read_value()
         variables = [self._known_variables[index] for index in indices]
         overwritten = [is_overwritten(variable) for variable in variables]
+        dtypes = [
+            arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables
+        ]
         combined, total_weight = combine_over_replicas(gradients, weight, overwritten)
         divisor = self._reduction.divisor(total_weight)
         if self._loss_scale is not None:
-            scale = self._loss_scale.value.read_value()
-            divisor = scale if divisor is None else divisor * scale
-        reduced = [
-            divide(
-                gradient,
-                None if is_statistic else divisor,
-                arguments.dtype_of_reduced(variable, self._accumulator_dtype),
-            )
-            for gradient, variable, is_statistic in zip(
-                combined, variables, overwritten, strict=True
-            )
-        ]
+            divisor = self._loss_scale.times(divisor)
+        reduced = divide_all(combined, divisor, dtypes, unless=overwritten)
         is_finite = are_finite(reduced)
         has_weight = True if total_weight is None else total_weight > 0
         return reduced, is_finite, tf.logical_and(is_finite, has_weight)
@@ -235,6 +232,14 @@ class _Accumulation(AccumulationState):
         if self._loss_scale is not None:
             self._loss_scale.record_skip(is_finite)
 
+    def _open_window(self) -> None:
+        """Replica context, in the branch: empties the window."""
+        if self._accumulators is not None:
+            self._accumulators.clear()
+        self._window.restart()
+
+    # Between micro steps.
+
     def flush(self) -> None:
         """Updates now, with what the window holds; nothing at position 0.
 
@@ -248,10 +253,10 @@ class _Accumulation(AccumulationState):
 
     @do_not_convert
     def _flush(self) -> None:
-        nothing_given = [None] * len(self._known_variables)
-        self._close_if(self._window.is_open(), nothing_given)
+        none_given = [None] * len(self._known_variables)
+        self._close_if(self._window.is_open(), none_given)
 
-    # What the two surfaces say: which optimizer makes the update, and how.
+    # What the two classes below say: which optimizer makes the update, and how.
 
     def _plain(self) -> Any:
         raise NotImplementedError
@@ -265,7 +270,7 @@ class _Accumulation(AccumulationState):
 
 @keras.saving.register_keras_serializable(package="keras_accum")
 class AccumulationOptimizer(
-    InnerAttributes, _Accumulation, keras.optimizers.LossScaleOptimizer
+    Wrapping, _Accumulation, keras.optimizers.LossScaleOptimizer
 ):
     """Wraps a Keras optimizer so that N micro-batches train as one large batch.
 
@@ -317,9 +322,9 @@ class AccumulationOptimizer(
     >>> variable = keras.Variable([1.0, 2.0])
     >>> for gradient in ([1.0, 1.0], [3.0, 1.0]):
     ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
-    ...     print(variable.numpy(), int(optimizer.position), bool(optimizer.has_updated))
-    [1. 2.] 1 False
-    [-1.  1.] 0 True
+    ...     print(variable.numpy(), int(optimizer.position), int(optimizer.iterations))
+    [1. 2.] 1 0
+    [-1.  1.] 0 1
     """
 
     def __init__(
@@ -360,51 +365,8 @@ class AccumulationOptimizer(
     def _reduced_gradients(self) -> contextlib.AbstractContextManager:
         return gradients_are_reduced(self.inner_optimizer)
 
-    def _plain_variables(self) -> list[Any]:
-        return self.inner_optimizer.variables
 
-    def _set_plain_weights(self, weights: list[Any]) -> None:
-        self.inner_optimizer.set_weights(weights)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes what the inner optimizer writes; the window is saved beside it."""
-        self.inner_optimizer.save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what a plain optimizer of the inner one's class wrote."""
-        self.inner_optimizer.load_own_variables(store)
-
-    def __dir__(self) -> list[str]:
-        # Keras saves what it finds here, and has the inner variables already.
-        return [name for name in super().__dir__() if name != "inner_optimizer"]
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments, with a `loss_scale` of None as what it was resolved to."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer),
-            **self._accumulation_config(),
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` described."""
-        config = arguments.deserialized(config, custom_objects)
-        inner_optimizer = keras.optimizers.deserialize(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner_optimizer, **config)
-
-    def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
-        raise ValueError(
-            "An AccumulationOptimizer scales its own loss and cannot stand inside "
-            "another optimizer. "
-            f"Received: loss_scale_factor={value}, set by {surrounding}. Put it "
-            "outermost, and pass it loss_scale."
-        )
-
-
-class AccumulationMixin(GradientsAreReduced, _Accumulation):
+class AccumulationMixin(GradientsAreReduced, MixingIn, _Accumulation):
     """Makes a Keras optimizer class accumulate by itself.
 
     Put it first among the bases. The arguments are those of the class, and those of
@@ -462,56 +424,3 @@ class AccumulationMixin(GradientsAreReduced, _Accumulation):
 
     def _reduced_gradients(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()  # `GradientsAreReduced` says so for good
-
-    def _plain_variables(self) -> list[Any]:
-        return super(AccumulationState, self).variables
-
-    def _set_plain_weights(self, weights: list[Any]) -> None:
-        for variable, weight in zip(self._plain_variables(), weights, strict=True):
-            variable.assign(weight)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes what the plain optimizer writes; the window is saved beside it."""
-        for index, variable in enumerate(self._plain_variables()):
-            store[str(index)] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what a plain optimizer of the class wrote."""
-        variables = self._plain_variables()
-        if len(store.keys()) != len(variables):
-            warnings.warn(
-                f"Skipping the variables of optimizer {self.name!r}, which has "
-                f"{len(variables)} of them where the saved one has "
-                f"{len(store.keys())}.",
-                stacklevel=2,
-            )
-            return
-        for index, variable in enumerate(variables):
-            variable.assign(store[str(index)])
-
-    def get_config(self) -> dict[str, Any]:
-        """The class's arguments and those of the accumulation."""
-        return {**super().get_config(), **self._accumulation_config()}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` described."""
-        config = arguments.deserialized(config, custom_objects)
-        return super().from_config(config, custom_objects=custom_objects)
-
-    def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
-        check_may_surround(surrounding)
-        if value is not None:
-            raise ValueError(
-                "An accumulating optimizer has a loss scale of its own. "
-                f"Received: loss_scale_factor={value}. Pass it loss_scale."
-            )
-        if self._loss_scale is not None:
-            self._loss_scale = None
-            warnings.warn(
-                "A LossScaleOptimizer was put around an accumulating optimizer. It "
-                "scales the loss from now on, and judges local gradients before they "
-                "are reduced. To keep the scale that is counted in updates, compile "
-                "with auto_scale_loss=False.",
-                stacklevel=2,
-            )

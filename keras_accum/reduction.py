@@ -132,3 +132,16 @@ def are_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
         if g is not None
     ]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+
+
+def divide_all(
+    gradients: Sequence[Gradient],
+    divisor: tf.Tensor | float | None,
+    dtypes: Sequence[tf.DType],
+    unless: Sequence[bool],
+) -> list[Gradient]:
+    """Divides each gradient, but those marked in `unless`; see `divide`."""
+    return [
+        divide(gradient, None if is_exempt else divisor, dtype)
+        for gradient, dtype, is_exempt in zip(gradients, dtypes, unless, strict=True)
+    ]

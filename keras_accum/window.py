@@ -78,6 +78,4 @@ class Window:
     def request_length(self, length: int) -> None:
         """Sets the length of the next window: the present one if it is still empty."""
         self.next_length.assign(length)
-        self.length.assign(
-            tf.where(self.is_open(), self.length.read_value(), length)
-        )
+        self.length.assign(tf.where(self.is_open(), self.length.read_value(), length))

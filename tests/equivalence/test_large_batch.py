@@ -62,8 +62,10 @@ CASES = [
     ("mirrored", "graph", "nesterov", "global_clipnorm", "wrapper", 2),
     ("mirrored", "eager", "momentum", "weight_decay", "wrapper", 3),
     ("mirrored", "graph", "momentum", "ema", "wrapper", 3),
-    # In a graph plain Keras fails with ema_overwrite_frequency under Mirrored.
     ("mirrored", "eager", "sgd", "ema_overwrite", "mixin", 4),
+    # In a graph plain Keras fails with ema_overwrite_frequency under Mirrored.
+    ("mirrored", "graph", "momentum", "ema_overwrite", "wrapper", 3),
+    ("mirrored", "graph", "momentum", "ema_overwrite", "mixin", 1),
     ("mirrored", "eager", "sgd", "clipvalue", "mixin", 2),
     ("mirrored", "graph", "momentum", "global_clipnorm", "mixin", 1),
     ("mirrored", "graph", "momentum", "weight_decay", "wrapper", 1),
