@@ -1,0 +1,59 @@
+"""The parts of the engine on their own: variables without Keras, values by replica."""
+
+import numpy as np
+import tensorflow as tf
+
+
+def new_variable(
+    name,
+    *,
+    shape=(),
+    dtype="int32",
+    initial=0,
+    synchronization="auto",
+    aggregation="none",
+):
+    """A variable as `Window` and its kin ask for it."""
+    return tf.Variable(
+        tf.cast(tf.fill(shape, initial), dtype),
+        trainable=False,
+        name=name,
+        synchronization=tf.VariableSynchronization[synchronization.upper()],
+        aggregation=tf.VariableAggregation[aggregation.upper()],
+    )
+
+
+def on_replicas(strategy, function, *by_replica):
+    """Runs `function` in replica context; returns a list of results, one per replica.
+
+    Args:
+        strategy: Whose replicas run it.
+        function: Takes one tensor for each of `by_replica`.
+        *by_replica: Lists with a value for each replica.
+    """
+
+    def on_replica(values):
+        def value(context):
+            return tf.nest.map_structure(
+                tf.convert_to_tensor, values[context.replica_id_in_sync_group]
+            )
+
+        return strategy.experimental_distribute_values_from_function(value)
+
+    results = strategy.run(function, args=[on_replica(each) for each in by_replica])
+
+    def on(replica):
+        def local(result):
+            # What is one object on all replicas, such as None, is not kept per replica.
+            each = strategy.experimental_local_results(result)
+            return each[replica] if len(each) > 1 else each[0]
+
+        return tf.nest.map_structure(local, results)
+
+    return [on(replica) for replica in range(strategy.num_replicas_in_sync)]
+
+
+def copies(strategy, variable):
+    """The values of a variable on the replicas."""
+    local = strategy.experimental_local_results(variable)
+    return [np.asarray(copy.numpy()) for copy in local]
