@@ -24,8 +24,25 @@ do_not_convert = tf.autograph.experimental.do_not_convert
 class AccumulationState:
     """The part of an accumulating optimizer that holds still between micro steps."""
 
+    # What the surfaces say: which optimizer makes the update, and how.
+
     built: bool
     name: str
+    iterations: Any
+
+    def _plain(self) -> Any:
+        """The optimizer that makes the update."""
+        raise NotImplementedError
+
+    def _build_plain(self, variables: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
+        """While inside, the plain optimizer does not reduce by itself."""
+        raise NotImplementedError
 
     def _set_up(
         self,
@@ -50,7 +67,7 @@ class AccumulationState:
         self._strategy = arguments.supported_strategy()
         self._is_distributed = tf.distribute.has_strategy()
         self._from_anywhere = boundary.FromAnywhere(self._strategy)
-        self._accumulators: Accumulators | None = None
+        self._accumulators: Any = None  # `Accumulators`, for windows of more than one
         self._has_stepped = False
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.

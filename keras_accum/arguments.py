@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_accum.known_variables import KnownVariables, display_name, native
+from keras_accum.known_variables import display_name, native
 from keras_accum.loss_scale import DynamicLossScale, LossScale
-from keras_accum.reduction import Reduction
 
 NONFINITE_POLICIES = ("skip_window",)
 
@@ -193,32 +191,6 @@ def check_not_stepped(has_stepped: bool, accumulation_steps: int) -> None:
         )
 
 
-def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
-    """The weight of a micro-batch as a float32 scalar; None stands for 1."""
-    if weight is None:
-        return None
-    if reduction.is_running:
-        raise ValueError(
-            '`weight` must be None with micro_reduction="running_mean", whose mean is '
-            f"taken while the window fills. Received: weight={weight}. Use "
-            'micro_reduction="mean".'
-        )
-    is_number = isinstance(weight, (int, float, np.number))
-    if is_number and not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(
-            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
-            f"micro-batch. Received: weight={weight}"
-        )
-    weight = tf.cast(weight, tf.float32)
-    if weight.shape.rank not in (0, None):
-        raise ValueError(
-            "`weight` must be a scalar: one weight for this micro-batch on this "
-            f"replica. Received: weight of shape {weight.shape}. Pass the sum of the "
-            "rows' weights."
-        )
-    return weight
-
-
 def check_variables(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
     """What an optimizer is built for: whole variables of the strategy's scope."""
     for variable in variables:
@@ -248,70 +220,3 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
             f"Received: constructed under {type(strategy).__name__}, used under "
             f"{type(current).__name__}. Construct it inside `with strategy.scope():`."
         )
-
-
-def check_replica_context(strategy: tf.distribute.Strategy) -> None:
-    """A micro step is taken in replica context of the optimizer's strategy."""
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "A micro step must be taken in replica context. Received: a call of "
-            "`apply_gradients` in cross-replica context. Call it inside "
-            "`strategy.run(...)`."
-        )
-    check_strategy(strategy)
-
-
-def variables_to_build(variables: Sequence[Any] | None) -> list[Any]:
-    """The variables of a first micro step, which the optimizer is built for."""
-    if variables is None:
-        raise ValueError(
-            "An optimizer that is not built must be told its variables. Received: "
-            "trainable_variables=None. Call `optimizer.build(variables)` first, or "
-            "pass them."
-        )
-    return list(variables)
-
-
-def aligned(
-    grads: Sequence[Any], variables: Sequence[Any], known: KnownVariables
-) -> list[Any]:
-    """Gradients in the order of the known variables, None for those not given."""
-    if len(grads) != len(variables):
-        raise ValueError(
-            "`grads` must hold one gradient (or None) per variable. "
-            f"Received: {len(grads)} gradients for {len(variables)} variables."
-        )
-    gradients: list[Any] = [None] * len(known)
-    without: list[str] = []
-    seen: set[int] = set()
-    for gradient, variable in zip(grads, variables, strict=True):
-        try:
-            index = known.index(variable)
-        except KeyError:
-            raise ValueError(
-                "The optimizer can only be used with the variables it was built for. "
-                f"Received: unknown variable {display_name(variable)!r}. For a new set "
-                "of variables, such as after layers were unfrozen, construct a new "
-                "optimizer."
-            ) from None
-        if index in seen:
-            raise ValueError(
-                "Each variable must be given once in a micro step. "
-                f"Received: variable {display_name(variable)!r} twice."
-            )
-        seen.add(index)
-        gradients[index] = gradient
-        if gradient is None:
-            without.append(display_name(variable))
-    if len(without) == len(grads):
-        raise ValueError(
-            "At least one variable must have a gradient. Received: None for each of "
-            f"{without}. Does the loss depend on them?"
-        )
-    if without:
-        warnings.warn(
-            f"Gradients do not exist for variables {without} in this micro step. They "
-            "keep what their accumulators hold. Does the loss depend on them?",
-            stacklevel=3,
-        )
-    return gradients

@@ -26,7 +26,7 @@ def is_overwritten(variable: Variable) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-class KnownVariables:
+class KnownVariables(Sequence):
     """An index of variables, by identity.
 
     Args:
@@ -48,11 +48,11 @@ class KnownVariables:
     def __len__(self) -> int:
         return len(self._variables)
 
-    def __getitem__(self, index: int) -> Variable:
+    def __getitem__(self, index: Any) -> Any:
         return self._variables[index]
 
-    def index(self, variable: Variable) -> int:
-        """Where a variable stands; KeyError when it is not known."""
+    def place(self, variable: Variable) -> int:
+        """The index of a variable; KeyError when it is not known."""
         return self._indices[id(native(variable))]
 
     def trainable(self) -> list[int]:
@@ -62,3 +62,10 @@ class KnownVariables:
             for index, variable in enumerate(self._variables)
             if getattr(variable, "trainable", True)
         ]
+
+    def padded(
+        self, gradients: Sequence[Any], variables: Sequence[Variable]
+    ) -> tuple[list[Any], list[Variable]]:
+        """All variables in their order, with None for the gradients not given."""
+        given = {self.place(v): g for g, v in zip(gradients, variables, strict=True)}
+        return [given.get(i) for i in range(len(self))], list(self._variables)

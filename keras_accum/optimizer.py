@@ -1,8 +1,8 @@
 """Gradient accumulation around or inside a Keras optimizer, from gradient to variable.
 
-Read `_Accumulation` from top to bottom: a gradient enters at `apply_gradients`, is
+Read `Accumulation` from top to bottom: a gradient enters at `apply_gradients`, is
 added to an accumulator, and at the boundary of a window is reduced, checked and handed
-to the plain optimizer. The two classes at the end say which plain optimizer that is.
+to the plain optimizer: here the one inside, in `mixin.py` the class's own bases.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_accum import arguments, boundary
+from keras_accum import arguments, boundary, micro_batch
 from keras_accum.absent_gradients import passed_by
 from keras_accum.accumulation_state import AccumulationState
-from keras_accum.already_reduced import GradientsAreReduced, gradients_are_reduced
+from keras_accum.already_reduced import gradients_are_reduced
 from keras_accum.average_overwrite import overwritten_with_average
 from keras_accum.inner_optimizer import (
-    check_mixed_in,
     check_neither_accumulates_nor_scales,
     checked_inner_optimizer,
     is_multi_optimizer,
 )
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.mixing_in import MixingIn
 from keras_accum.reduction import are_finite, combine_over_replicas, divide_all
 from keras_accum.wrapping import Wrapping
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-class _Accumulation(AccumulationState):
+class Accumulation(AccumulationState):
     """The way of a gradient, shared by the wrapper and the mixin."""
 
     # The way of a gradient, micro step by micro step.
@@ -82,7 +80,7 @@ class _Accumulation(AccumulationState):
         if len(grads) == 0:
             return
         gradients = self._aligned(grads, trainable_variables)
-        weight = arguments.checked_weight(weight, self._reduction)
+        weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
@@ -93,17 +91,23 @@ class _Accumulation(AccumulationState):
 
     def _aligned(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list:
         """One gradient or None per variable built for; builds on the first call."""
-        arguments.check_replica_context(self._strategy)
+        micro_batch.check_replica_context(self._strategy)
         if not self.built:
-            first_variables = arguments.variables_to_build(variables)
+            first_variables = micro_batch.variables_to_build(variables)
             # Once for all replicas: they are threads that share the optimizer.
             boundary.merge(lambda: self.build(first_variables))
         known = self._known_variables
-        return arguments.aligned(
+        return micro_batch.aligned(
             grads, known if variables is None else variables, known
         )
 
     # The boundary of a window.
+
+    def _close_now(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> None:
+        """Replica context: closes a window of one, which is the micro-batch itself."""
+        given = [index for index, g in enumerate(gradients) if g is not None]
+        close = functools.partial(self._close_window, given, [], None)
+        boundary.merge(close, [gradients[index] for index in given], weight)
 
     def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
         """Replica context: closes the window on all replicas, if it is due.
@@ -113,7 +117,9 @@ class _Accumulation(AccumulationState):
             gradients: This micro step's. Where one is None, whether its variable got
                 one earlier in the window is known only at run time.
         """
-        indices = self._handed_over(self._known_variables.trainable())
+        indices = self._known_variables.trainable()
+        if is_multi_optimizer(self._plain()):  # which wants all that it was built for
+            indices = list(range(len(self._known_variables)))
         uncertain = [index for index in indices if gradients[index] is None]
 
         def close_if_due(is_due: Any, has_gradient: Any) -> None:
@@ -123,27 +129,6 @@ class _Accumulation(AccumulationState):
             boundary.decide(is_due, close)
 
         boundary.merge(close_if_due, is_due, self._accumulators.has_gradient())
-
-    def _close_now(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> None:
-        """Replica context: closes a window of one, which is the micro-batch itself."""
-        given = [index for index, g in enumerate(gradients) if g is not None]
-        indices = self._handed_over(given)
-        absent = [index for index in indices if gradients[index] is None]
-        local = [
-            tf.zeros_like(native(self._known_variables[index]))
-            if index in absent
-            else gradients[index]
-            for index in indices
-        ]
-        has_gradient = tf.constant([g is not None for g in gradients])
-        close = functools.partial(self._close_window, indices, absent)
-        boundary.merge(close, has_gradient, local, weight)
-
-    def _handed_over(self, indices: list[int]) -> list[int]:
-        """What the plain optimizer is called with; `MultiOptimizer` wants them all."""
-        if is_multi_optimizer(self._plain()):
-            return list(range(len(self._known_variables)))
-        return indices
 
     def _close_window(
         self,
@@ -167,8 +152,10 @@ class _Accumulation(AccumulationState):
         reduced, is_finite, is_good = boundary.each_replica(reduce, gradients, weight)
 
         def update() -> None:
-            present = boundary.first_replica(has_gradient)
-            optional = [(self._known_variables[i], present[i]) for i in uncertain]
+            optional = []
+            if uncertain:
+                present = boundary.first_replica(has_gradient)
+                optional = [(self._known_variables[i], present[i]) for i in uncertain]
             with (
                 self._reduced_gradients(),
                 passed_by(self._plain(), optional),
@@ -213,14 +200,12 @@ class _Accumulation(AccumulationState):
         It clips, decays, applies constraints, moves its average and counts, once.
         """
         variables = [self._known_variables[index] for index in indices]
-        gradients = [
-            tf.where(has_gradient[index], gradient, native(variable))
-            if is_overwritten(variable)
-            else gradient
-            for index, variable, gradient in zip(
-                indices, variables, reduced, strict=True
-            )
-        ]
+        gradients = list(reduced)
+        for place, (index, variable) in enumerate(zip(indices, variables, strict=True)):
+            if is_overwritten(variable) and has_gradient is not None:
+                gradients[place] = tf.where(
+                    has_gradient[index], reduced[place], native(variable)
+                )
         self._apply_plain(gradients, variables)
         self._window.record_update()
         if self._loss_scale is not None:
@@ -256,21 +241,10 @@ class _Accumulation(AccumulationState):
         none_given = [None] * len(self._known_variables)
         self._close_if(self._window.is_open(), none_given)
 
-    # What the two classes below say: which optimizer makes the update, and how.
-
-    def _plain(self) -> Any:
-        raise NotImplementedError
-
-    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
-        raise NotImplementedError
-
-    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
-        raise NotImplementedError
-
 
 @keras.saving.register_keras_serializable(package="keras_accum")
 class AccumulationOptimizer(
-    Wrapping, _Accumulation, keras.optimizers.LossScaleOptimizer
+    Wrapping, Accumulation, keras.optimizers.LossScaleOptimizer
 ):
     """Wraps a Keras optimizer so that N micro-batches train as one large batch.
 
@@ -340,9 +314,9 @@ class AccumulationOptimizer(
         name: str | None = None,
     ) -> None:
         arguments.check_backend()
-        inner_optimizer = checked_inner_optimizer(inner_optimizer, _Accumulation)
+        inner_optimizer = checked_inner_optimizer(inner_optimizer, Accumulation)
         scale = arguments.resolved_loss_scale(loss_scale)
-        super().__init__(inner_optimizer, name=name)
+        super().__init__(inner_optimizer, name=name)  # pyright: ignore[reportCallIssue]
         self._set_up(
             accumulation_steps,
             micro_reduction,
@@ -357,70 +331,12 @@ class AccumulationOptimizer(
 
     def _build_plain(self, variables: list[Any]) -> None:
         self.inner_optimizer.build(variables)
-        check_neither_accumulates_nor_scales(self.inner_optimizer, _Accumulation)
+        check_neither_accumulates_nor_scales(self.inner_optimizer, Accumulation)
 
     def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
+        if is_multi_optimizer(self.inner_optimizer):
+            gradients, variables = self._known_variables.padded(gradients, variables)
         self.inner_optimizer.apply(gradients, variables)
 
     def _reduced_gradients(self) -> contextlib.AbstractContextManager:
         return gradients_are_reduced(self.inner_optimizer)
-
-
-class AccumulationMixin(GradientsAreReduced, MixingIn, _Accumulation):
-    """Makes a Keras optimizer class accumulate by itself.
-
-    Put it first among the bases. The arguments are those of the class, and those of
-    `AccumulationOptimizer`, by keyword. A file of the plain class can be loaded, and
-    `tf.train.Checkpoint` matches it too.
-
-    Under a `mixed_float16` policy, `compile` puts Keras's own `LossScaleOptimizer`
-    around any optimizer it does not know to scale: compile with
-    `auto_scale_loss=False`. Inside one the mixin leaves scaling to it.
-
-    Example:
-
-    >>> class AccumulatingSGD(keras_accum.AccumulationMixin, keras.optimizers.SGD):
-    ...     pass
-    >>> optimizer = AccumulatingSGD(1.0, momentum=0.9, accumulation_steps=2)
-    >>> variable = keras.Variable(1.0)
-    >>> for gradient in (1.0, 3.0):
-    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
-    >>> float(variable.numpy()), int(optimizer.iterations.numpy())
-    (-1.0, 1)
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        accumulation_steps: int,
-        micro_reduction: str = "mean",
-        replica_reduction: str = "sum",
-        accumulator_dtype: arguments.AccumulatorDType = None,
-        loss_scale: float | str | None = None,
-        on_nonfinite: str = "skip_window",
-        **kwargs: Any,
-    ) -> None:
-        arguments.check_backend()
-        check_mixed_in(self, kwargs)
-        scale = arguments.resolved_loss_scale(loss_scale)
-        super().__init__(*args, **kwargs)
-        self._set_up(
-            accumulation_steps,
-            micro_reduction,
-            replica_reduction,
-            accumulator_dtype,
-            scale,
-            on_nonfinite,
-        )
-
-    def _plain(self) -> Any:
-        return self
-
-    def _build_plain(self, variables: list[Any]) -> None:
-        super(AccumulationState, self).build(variables)
-
-    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
-        super(AccumulationState, self).apply(gradients, variables)
-
-    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # `GradientsAreReduced` says so for good

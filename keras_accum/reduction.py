@@ -55,7 +55,8 @@ def combine_over_replicas(
         combined[i] = total
     for i, is_maximum in enumerate(takes_maximum):
         if is_maximum:
-            each = context.all_gather(gradients[i][tf.newaxis], axis=0)
+            local = tf.convert_to_tensor(gradients[i])
+            each = context.all_gather(local[tf.newaxis], axis=0)
             combined[i] = tf.reduce_max(each, axis=0)
     return combined, None if weight is None else totals[-1]
 

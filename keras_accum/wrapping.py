@@ -89,7 +89,7 @@ class Wrapping(AccumulationState):
         inner_optimizer = keras.optimizers.deserialize(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
-        return cls(inner_optimizer, **config)
+        return cls(inner_optimizer, **config)  # pyright: ignore[reportCallIssue]
 
     def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
         raise ValueError(
