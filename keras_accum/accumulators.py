@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_accum.known_variables import KnownVariables, is_overwritten, native
-from keras_accum.reduction import Gradient, Reduction, map_values
+from keras_accum.reduction import Gradient, Reduction, map_values, weighted
 from keras_accum.window import NewVariable
 
 DTypeOf = Callable[[Any], tf.DType]
@@ -100,14 +100,7 @@ class Accumulators:
 def _add_in_place(
     accumulator: tf.Variable, gradient: Gradient, weight: tf.Tensor | None
 ) -> None:
-    def weighted(values: tf.Tensor) -> tf.Tensor:
-        values = tf.cast(values, accumulator.dtype)
-        if weight is None:
-            return values
-        # An empty micro-batch may hold 0/0 and must not poison the others.
-        return tf.math.multiply_no_nan(values, tf.cast(weight, accumulator.dtype))
-
-    gradient = map_values(weighted, gradient)
+    gradient = weighted(gradient, weight, accumulator.dtype)
     if not isinstance(gradient, tf.IndexedSlices):
         accumulator.assign_add(gradient)
     elif _can_scatter():

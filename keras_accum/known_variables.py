@@ -51,6 +51,10 @@ class KnownVariables(Sequence):
     def __getitem__(self, index: Any) -> Any:
         return self._variables[index]
 
+    def at(self, indices: Sequence[int]) -> list[Variable]:
+        """The variables at some indices."""
+        return [self._variables[index] for index in indices]
+
     def place(self, variable: Variable) -> int:
         """The index of a variable; KeyError when it is not known."""
         return self._indices[id(native(variable))]

@@ -26,7 +26,12 @@ from keras_accum.inner_optimizer import (
     is_multi_optimizer,
 )
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.reduction import are_finite, combine_over_replicas, divide_all
+from keras_accum.reduction import (
+    are_finite,
+    combine_over_replicas,
+    divide_all,
+    weighted,
+)
 from keras_accum.wrapping import Wrapping
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -106,8 +111,16 @@ class Accumulation(AccumulationState):
     def _close_now(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> None:
         """Replica context: closes a window of one, which is the micro-batch itself."""
         given = [index for index, g in enumerate(gradients) if g is not None]
+        local = [gradients[index] for index in given]
+        if weight is not None:
+            for place, variable in enumerate(self._known_variables.at(given)):
+                if not is_overwritten(variable):
+                    dtype = arguments.dtype_of_accumulator(
+                        variable, self._accumulator_dtype
+                    )
+                    local[place] = weighted(local[place], weight, dtype)
         close = functools.partial(self._close_window, given, [], None)
-        boundary.merge(close, [gradients[index] for index in given], weight)
+        boundary.merge(close, local, weight)
 
     def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
         """Replica context: closes the window on all replicas, if it is due.
@@ -118,7 +131,10 @@ class Accumulation(AccumulationState):
                 one earlier in the window is known only at run time.
         """
         indices = self._known_variables.trainable()
+        has_gradient = self._accumulators.has_gradient()
         if is_multi_optimizer(self._plain()):  # which wants all that it was built for
+            is_trainable = [i in indices for i in range(len(self._known_variables))]
+            has_gradient = tf.logical_and(has_gradient, is_trainable)
             indices = list(range(len(self._known_variables)))
         uncertain = [index for index in indices if gradients[index] is None]
 
@@ -128,7 +144,7 @@ class Accumulation(AccumulationState):
 
             boundary.decide(is_due, close)
 
-        boundary.merge(close_if_due, is_due, self._accumulators.has_gradient())
+        boundary.merge(close_if_due, is_due, has_gradient)
 
     def _close_window(
         self,
@@ -180,7 +196,7 @@ class Accumulation(AccumulationState):
         if gradients is None:
             gradients = self._accumulators.read(indices)
             weight = self._window.weight.read_value()
-        variables = [self._known_variables[index] for index in indices]
+        variables = self._known_variables.at(indices)
         overwritten = [is_overwritten(variable) for variable in variables]
         dtypes = [
             arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables
@@ -199,7 +215,7 @@ class Accumulation(AccumulationState):
 
         It clips, decays, applies constraints, moves its average and counts, once.
         """
-        variables = [self._known_variables[index] for index in indices]
+        variables = self._known_variables.at(indices)
         gradients = list(reduced)
         for place, (index, variable) in enumerate(zip(indices, variables, strict=True)):
             if is_overwritten(variable) and has_gradient is not None:

@@ -24,6 +24,22 @@ def map_values(
     return function(gradient)
 
 
+def weighted(gradient: Gradient, weight: tf.Tensor | None, dtype: tf.DType) -> Gradient:
+    """A gradient times its micro-batch's weight, in `dtype`; None means 1.
+
+    A weight of 0 gives zeros, whatever the gradient holds: the mean over an empty
+    micro-batch is 0/0, and must not poison the others.
+    """
+
+    def times_weight(values: tf.Tensor) -> tf.Tensor:
+        values = tf.cast(values, dtype)
+        if weight is None:
+            return values
+        return tf.math.multiply_no_nan(values, tf.cast(weight, dtype))
+
+    return map_values(times_weight, gradient)
+
+
 def combine_over_replicas(
     gradients: Sequence[Gradient],
     weight: tf.Tensor | None,
