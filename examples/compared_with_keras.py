@@ -24,7 +24,7 @@ N = 4  # accumulation steps
 ROWS = 8  # of a micro-batch, over all replicas
 UPDATES = 10
 
-Optimizer = keras.optimizers.Optimizer
+Optimizer = Any  # a `keras.optimizers.Optimizer`
 Values = list[np.ndarray]
 # Makes the optimizer of a case, given the arguments of the plain one.
 Make = Callable[..., Optimizer]
