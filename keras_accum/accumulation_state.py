@@ -122,7 +122,7 @@ class AccumulationState:
 
     def reset(self) -> None:
         """Drops what the window holds. Called as `flush` is."""
-        self._from_anywhere(self._reset, "reset")
+        self._from_anywhere(self._reset, ("reset", self._accumulators is not None))
 
     def _reset(self) -> None:
         self._open_window()

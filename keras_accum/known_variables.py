@@ -26,6 +26,10 @@ def is_overwritten(variable: Variable) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
+def _is_trainable(variable: Variable) -> bool:
+    return getattr(variable, "trainable", True)
+
+
 class KnownVariables(Sequence):
     """An index of variables, by identity.
 
@@ -39,6 +43,7 @@ class KnownVariables(Sequence):
         self, variables: Sequence[Variable], strategy: tf.distribute.Strategy
     ) -> None:
         self._variables = list(variables)
+        self._were_trainable = [_is_trainable(variable) for variable in variables]
         self._indices: dict[int, int] = {}
         for index, variable in enumerate(self._variables):
             whole = native(variable)
@@ -59,12 +64,12 @@ class KnownVariables(Sequence):
         """The index of a variable; KeyError when it is not known."""
         return self._indices[id(native(variable))]
 
-    def trainable(self) -> list[int]:
-        """The indices of the variables that are trainable now: not frozen since."""
+    def not_frozen(self) -> list[int]:
+        """The indices of all but the variables that were frozen after the build."""
         return [
             index
             for index, variable in enumerate(self._variables)
-            if getattr(variable, "trainable", True)
+            if _is_trainable(variable) or not self._were_trainable[index]
         ]
 
     def padded(

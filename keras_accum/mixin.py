@@ -20,6 +20,9 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
     `AccumulationOptimizer`, by keyword. A file of the plain class can be loaded, and
     `tf.train.Checkpoint` matches it too.
 
+    Register the class with `keras.saving.register_keras_serializable` to load a model
+    that was saved with it.
+
     Under a `mixed_float16` policy, `compile` puts Keras's own `LossScaleOptimizer`
     around any optimizer it does not know to scale: compile with
     `auto_scale_loss=False`. Inside one the mixin leaves scaling to it.

@@ -130,11 +130,11 @@ class Accumulation(AccumulationState):
             gradients: This micro step's. Where one is None, whether its variable got
                 one earlier in the window is known only at run time.
         """
-        indices = self._known_variables.trainable()
+        indices = self._known_variables.not_frozen()
         has_gradient = self._accumulators.has_gradient()
         if is_multi_optimizer(self._plain()):  # which wants all that it was built for
-            is_trainable = [i in indices for i in range(len(self._known_variables))]
-            has_gradient = tf.logical_and(has_gradient, is_trainable)
+            is_frozen = [i not in indices for i in range(len(self._known_variables))]
+            has_gradient = tf.where(is_frozen, False, has_gradient)
             indices = list(range(len(self._known_variables)))
         uncertain = [index for index in indices if gradients[index] is None]
 
@@ -249,7 +249,7 @@ class Accumulation(AccumulationState):
         several workers, on all of them.
         """
         if self.built and self._accumulators is not None:
-            key = ("flush", *self._known_variables.trainable())
+            key = ("flush", *self._known_variables.not_frozen())
             self._from_anywhere(self._flush, key)
 
     @do_not_convert

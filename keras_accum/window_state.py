@@ -94,6 +94,7 @@ class WindowState(keras.layers.Layer):
             return  # Keras warns that an optimizer was not built when it was loaded.
         self._check(saved, store)
         constructed_with = int(self.next_length.numpy())
+        self._reset()  # a file of windows of one has no accumulators to assign
         for name in self._names:
             if name in saved and (self.has_accumulators or name not in LENGTHS):
                 getattr(self, name).assign(store[name])
