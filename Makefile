@@ -58,7 +58,7 @@ test-wheel: wheel ## Run the tests from another folder on the installed wheel
 	$(VENV)/bin/python -m venv --clear $(VENV_WHEEL)
 	wheel=$$(ls dist/*.whl) && $(VENV_WHEEL)/bin/python $(INSTALL) "$$wheel[test]"
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
-	cp -R tests examples pyproject.toml "$$folder"; \
+	cp -R tests examples pyproject.toml README.md "$$folder"; \
 	python=$$PWD/$(VENV_WHEEL)/bin/python; cd "$$folder"; \
 	echo "Testing $$($$python -c 'import keras_accum; print(keras_accum.__file__)')"; \
 	$$python -m pytest $(PYTEST_ARGS)
