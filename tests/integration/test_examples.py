@@ -29,8 +29,7 @@ def run_example(name: str, *arguments: str) -> str:
     completed = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=TIME_LIMIT_S,
         check=False,
