@@ -54,11 +54,13 @@ class MembersTest(parameterized.TestCase):
             with self.strategy.scope():
                 self.variable = keras.Variable(0.0)
 
+            def one_replica(gradient):
+                own = tf.identity(gradient)  # plain Keras needs one on each replica too
+                self.optimizer.apply_gradients([(own, self.variable)])
+
             @tf.function
             def step(gradient):
-                self.strategy.run(
-                    lambda: self.optimizer.apply_gradients([(gradient, self.variable)])
-                )
+                self.strategy.run(one_replica, args=(gradient,))
 
             self.traced_step = step
         self.traced_step(tf.constant(gradient))

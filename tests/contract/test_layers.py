@@ -1,0 +1,67 @@
+"""Imports go down the layers only, and the engine does not know Keras."""
+
+import ast
+
+from absl.testing import absltest
+
+from tests.contract import sources
+
+ENGINE = ("window", "known_variables", "reduction", "boundary", "accumulators")
+
+# From the ground up. A module imports from the layers below its own, and from none
+# that stand beside it. A new module is entered here: that is where it is decided what
+# it may know.
+LAYERS = (
+    {"window", "known_variables", "reduction", "boundary", "already_reduced"},
+    {"accumulators", "loss_scale", "absent_gradients", "average_overwrite"},
+    {"arguments", "inner_optimizer", "window_state"},
+    {"micro_batch", "accumulation_state"},
+    {"wrapping"},
+    {"optimizer"},
+    {"mixin"},
+    {"__init__"},
+)
+
+
+def _keras_imports(tree):
+    roots = {name.split(".")[0] for name in sources.imported(tree)}
+    return roots & {"keras", "tf_keras"}
+
+
+class LayersTest(absltest.TestCase):
+    def test_every_module_has_its_layer(self):
+        layered = [module for layer in LAYERS for module in layer]
+        self.assertCountEqual(layered, sources.trees())
+
+    def test_imports_go_down(self):
+        layer_of = {
+            module: height for height, layer in enumerate(LAYERS) for module in layer
+        }
+        upwards = {
+            (module, part)
+            for module, tree in sources.trees().items()
+            for part in sources.imported_parts(tree)
+            if layer_of[part] >= layer_of[module]
+        }
+        self.assertEmpty(upwards)
+
+    def test_imports_are_seen(self):
+        seen = sources.imported_parts(
+            ast.parse("from keras_accum import boundary\nimport keras_accum.window\n")
+        )
+        self.assertEqual(seen, {"boundary", "window"})
+        self.assertIn("window", sources.imported_parts(sources.trees()["accumulators"]))
+
+    def test_the_engine_does_not_know_which_keras_it_serves(self):
+        for module in ENGINE:
+            tree = sources.trees()[module]
+            self.assertEmpty(_keras_imports(tree), module)
+            self.assertLessEqual(sources.imported_parts(tree), set(ENGINE), module)
+        self.assertEqual(_keras_imports(ast.parse("import keras.saving")), {"keras"})
+
+    def test_nothing_is_imported_inside_a_function(self):
+        for module, tree in sources.trees().items():
+            for function in ast.walk(tree):
+                if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    name = f"{module}.{function.name}"
+                    self.assertEmpty(sources.imported(function), name)

@@ -1,0 +1,159 @@
+"""The public names: a change of them is a decision, taken here as well."""
+
+import inspect
+
+import keras
+from absl.testing import absltest
+
+import keras_accum
+
+NAMES = ["AccumulationMixin", "AccumulationOptimizer"]
+
+# What both surfaces add to a Keras optimizer, or answer for themselves.
+SHARED = {
+    "accumulation_steps",
+    "apply",
+    "apply_gradients",
+    "build",
+    "flush",
+    "from_config",
+    "get_config",
+    "has_updated",
+    "load_own_variables",
+    "loss_scale",
+    "position",
+    "reset",
+    "save_own_variables",
+    "scale_loss",
+    "set_weights",
+    "skipped_windows",
+    "variables",
+}
+# What the wrapper hands on to its inner optimizer.
+DELEGATED = {
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "exclude_from_weight_decay",
+    "finalize_variable_values",
+    "global_clipnorm",
+    "iterations",
+    "learning_rate",
+    "optimizers",
+    "use_ema",
+    "weight_decay",
+}
+
+OPTIONS = {
+    "micro_reduction": "mean",
+    "replica_reduction": "sum",
+    "accumulator_dtype": None,
+    "loss_scale": None,
+    "on_nonfinite": "skip_window",
+}
+
+
+def _own_public_members(cls):
+    """The public names that classes of the package define, itself or a base."""
+    return {
+        name
+        for base in cls.__mro__
+        if base.__module__.split(".")[0] == "keras_accum"
+        for name in vars(base)
+        if not name.startswith("_")
+    }
+
+
+def _arguments(function):
+    """Names, kinds and defaults of the arguments, without `self`."""
+    parameters = list(inspect.signature(function).parameters.values())
+    return [(each.name, each.kind, each.default) for each in parameters[1:]]
+
+
+class PublicNamesTest(absltest.TestCase):
+    def test_of_the_package(self):
+        self.assertEqual(sorted(keras_accum.__all__), NAMES)
+        public = {
+            name
+            for name, value in vars(keras_accum).items()
+            if not name.startswith("_") and not inspect.ismodule(value)
+        }
+        self.assertEqual(sorted(public), NAMES)
+
+    def test_it_has_a_version(self):
+        self.assertRegex(keras_accum.__version__, r"^\d+\.\d+\.\d+")
+
+    def test_of_the_wrapper(self):
+        members = _own_public_members(keras_accum.AccumulationOptimizer)
+        self.assertEqual(members, SHARED | DELEGATED)
+
+    def test_of_the_mixin(self):
+        members = _own_public_members(keras_accum.AccumulationMixin)
+        self.assertEqual(members, SHARED)
+
+    def test_the_wrapper_has_its_inner_optimizer(self):
+        inner = keras.optimizers.SGD()
+        optimizer = keras_accum.AccumulationOptimizer(inner, 2)
+        self.assertIs(optimizer.inner_optimizer, inner)
+        self.assertIsInstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def test_nothing_else_public_is_kept_on_an_instance(self):
+        class Mixed(keras_accum.AccumulationMixin, keras.optimizers.SGD):
+            pass
+
+        plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        for optimizer, host in (
+            (keras_accum.AccumulationOptimizer(keras.optimizers.SGD(), 2), plain),
+            (Mixed(accumulation_steps=2), keras.optimizers.SGD()),
+        ):
+            kept = {name for name in vars(optimizer) if not name.startswith("_")}
+            # The layer that Keras saves the window by: an attribute must be public.
+            self.assertLessEqual(kept - set(vars(host)), {"window_state"})
+
+    def test_arguments_of_the_wrapper(self):
+        empty, keyword = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.assertEqual(
+            _arguments(keras_accum.AccumulationOptimizer.__init__),
+            [
+                ("inner_optimizer", positional, empty),
+                ("accumulation_steps", positional, empty),
+                *((name, keyword, default) for name, default in OPTIONS.items()),
+                ("name", keyword, None),
+            ],
+        )
+
+    def test_arguments_of_the_mixin(self):
+        empty, keyword = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
+        self.assertEqual(
+            _arguments(keras_accum.AccumulationMixin.__init__),
+            [
+                ("args", inspect.Parameter.VAR_POSITIONAL, empty),
+                ("accumulation_steps", keyword, empty),
+                *((name, keyword, default) for name, default in OPTIONS.items()),
+                ("kwargs", inspect.Parameter.VAR_KEYWORD, empty),
+            ],
+        )
+
+    def test_arguments_of_a_micro_step(self):
+        cls = keras_accum.AccumulationOptimizer
+        names = {
+            name: [argument for argument, _, _ in _arguments(getattr(cls, name))]
+            for name in ("apply_gradients", "apply", "flush", "reset", "set_weights")
+        }
+        self.assertEqual(
+            names,
+            {
+                "apply_gradients": ["grads_and_vars", "weight"],
+                "apply": ["grads", "trainable_variables", "weight"],
+                "flush": [],
+                "reset": [],
+                "set_weights": ["weights"],
+            },
+        )
+
+    def test_keras_finds_the_wrapper_by_its_registered_name(self):
+        name = "keras_accum>AccumulationOptimizer"
+        found = keras.saving.get_registered_object(name)
+        self.assertIs(found, keras_accum.AccumulationOptimizer)
