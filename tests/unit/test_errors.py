@@ -324,3 +324,55 @@ class SettersTest(ErrorCase):
         self.assertEqual(int(other.position), 1)
         self._step(other, (1.0, (1.0, 1.0)))
         self.assertEqual(float(self.variables[0].numpy()), 1 - 2)
+
+
+@parameterized.named_parameters(*SURFACES)
+class LoadTest(ErrorCase):
+    """The window's own part of a file, as a dict of arrays."""
+
+    def _saved(self, optimizer):
+        store = {}
+        optimizer.window_state.save_own_variables(store)
+        return store
+
+    def test_a_window_of_another_model_is_refused(self, surface):
+        store = self._saved(self._built(surface))
+        other = make(surface)
+        other.build([*self._variables(), keras.Variable(ONE)])
+        self.assert_refused(
+            ValueError,
+            lambda: other.window_state.load_own_variables(store),
+            "The saved window must hold one accumulator for each variable",
+            "2 saved accumulators for 3 variables",
+            "Load it into an optimizer of the model that was saved",
+        )
+
+    def test_an_open_window_is_refused_by_windows_of_one(self, surface):
+        optimizer = self._built(surface, accumulation_steps=3)
+        self._step(optimizer)
+        self._step(optimizer)
+        store = self._saved(optimizer)
+        other = self._built(surface, accumulation_steps=1)
+        self.assert_refused(
+            ValueError,
+            lambda: other.window_state.load_own_variables(store),
+            "an optimizer with accumulation_steps=1 cannot finish it",
+            "position=2",
+            "with the accumulation_steps it was saved with",
+        )
+
+    def test_another_length_is_taken_from_the_file_and_told(self, surface):
+        store = self._saved(self._built(surface, accumulation_steps=5))
+        other = self._built(surface, accumulation_steps=2)
+        with self.assertLogs("absl", "WARNING") as logs:
+            other.window_state.load_own_variables(store)
+        self.assertIn("accumulation_steps is 5, as saved", logs.output[0])
+        self.assertEqual(other.accumulation_steps, 5)
+
+    def test_other_plain_variables_are_skipped_with_a_warning(self, surface):
+        optimizer = self._built(surface)
+        before = [variable.numpy() for variable in optimizer.variables]
+        with self.assertWarns(UserWarning):
+            optimizer.load_own_variables({"0": np.int64(7)})
+        for one, other in zip(before, optimizer.variables, strict=True):
+            np.testing.assert_array_equal(one, other.numpy())

@@ -76,11 +76,27 @@ class KnownVariablesTest(parameterized.TestCase):
 
     def test_a_variable_can_be_frozen_and_thawed(self, strategy):
         self._make(strategy)
-        self.assertEqual(self.known.trainable(), [0, 1, 2, 3])
+        self.assertEqual(self.known.not_frozen(), [0, 1, 2, 3])
         self.variables[2].trainable = False
-        self.assertEqual(self.known.trainable(), [0, 1, 3])
+        self.assertEqual(self.known.not_frozen(), [0, 1, 3])
         self.variables[2].trainable = True
-        self.assertEqual(self.known.trainable(), [0, 1, 2, 3])
+        self.assertEqual(self.known.not_frozen(), [0, 1, 2, 3])
+
+    def test_a_variable_that_was_never_trainable_is_not_frozen_later(self, strategy):
+        # Whoever builds for such a variable means it, as with plain Keras.
+        strategy = registry.STRATEGIES[strategy]()
+        with strategy.scope():
+            variables = [keras.Variable(1.0, trainable=False), keras.Variable(1.0)]
+        known = known_variables.KnownVariables(variables, strategy)
+        variables[1].trainable = False
+        self.assertEqual(known.not_frozen(), [0])
+
+    def test_several_are_found_at_their_indices(self, strategy):
+        self._make(strategy)
+        found = self.known.at([3, 0])
+        self.assertLen(found, 2)
+        self.assertIs(found[0], self.variables[3])
+        self.assertIs(found[1], self.variables[0])
 
     def test_gradients_are_padded_to_all_variables(self, strategy):
         self._make(strategy)
