@@ -65,10 +65,10 @@ class MicroSteps:
         """
         self._step(
             [
-                None if g is None else tf.nest.map_structure(tf.constant, g)
+                None if g is None else tf.nest.map_structure(tf.convert_to_tensor, g)
                 for g in gradients
             ],
-            None if weight is None else tf.constant(weight),
+            None if weight is None else tf.convert_to_tensor(weight),
         )
 
     def _on_every_replica(self, gradients, weight):
