@@ -47,9 +47,7 @@ OPTIMIZERS = {
     "adam": lambda **kw: keras.optimizers.Adam(0.01, **kw),
     "amsgrad": lambda **kw: keras.optimizers.Adam(0.01, amsgrad=True, **kw),
     "adamax": lambda **kw: keras.optimizers.Adamax(0.01, **kw),
-    "adamw": lambda **kw: keras.optimizers.AdamW(
-        0.01, **{"weight_decay": 0.05, **kw}
-    ),
+    "adamw": lambda **kw: keras.optimizers.AdamW(0.01, **{"weight_decay": 0.05, **kw}),
     "ftrl": lambda **kw: keras.optimizers.Ftrl(0.05, **kw),
     "lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
     "lion": lambda **kw: keras.optimizers.Lion(0.001, **kw),
@@ -59,8 +57,8 @@ OPTIMIZERS = {
 }
 
 if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-    OPTIMIZERS["schedule_free_adamw"] = (
-        lambda **kw: keras.optimizers.ScheduleFreeAdamW(0.01, **kw)
+    OPTIMIZERS["schedule_free_adamw"] = lambda **kw: keras.optimizers.ScheduleFreeAdamW(
+        0.01, **kw
     )
 
 if hasattr(keras.optimizers, "MultiOptimizer"):

@@ -43,7 +43,9 @@ def network(optimizer, seed: int = 0, constraint=None, **compile_arguments):
     return model
 
 
-def train(model, num_updates: int, rows_per_step: int, steps_per_update: int = 1, **fit):
+def train(
+    model, num_updates: int, rows_per_step: int, steps_per_update: int = 1, **fit
+):
     """Fits `num_updates` windows, each on rows that no other has."""
     x, y = rows(num_updates * rows_per_step * steps_per_update)
     model.fit(batches(x, y, rows_per_step), verbose=0, **{"shuffle": False, **fit})

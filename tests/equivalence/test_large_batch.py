@@ -22,9 +22,7 @@ def _large_batch(optimizer, accumulation_steps, **network):
 
 def _accumulated(strategy, optimizer, accumulation_steps, mode="graph", **network):
     with registry.STRATEGIES[strategy]().scope():
-        model = training.network(
-            optimizer(), **{**network, **registry.MODES[mode]}
-        )
+        model = training.network(optimizer(), **{**network, **registry.MODES[mode]})
     return training.train(model, NUM_UPDATES, training.ROWS, accumulation_steps)
 
 
@@ -37,9 +35,7 @@ def _mixed_into(optimizer):
     def make(accumulation_steps):
         config = optimizer.get_config()
         del config["gradient_accumulation_steps"], config["loss_scale_factor"]
-        return Mixed.from_config(
-            {**config, "accumulation_steps": accumulation_steps}
-        )
+        return Mixed.from_config({**config, "accumulation_steps": accumulation_steps})
 
     return make
 
@@ -86,16 +82,12 @@ class LargeBatchTest(parameterized.TestCase):
         expected = _large_batch(plain(), steps)
         model = _accumulated(strategy, accumulating, steps, mode)
         tolerance = registry.tolerance(optimizer)
-        training.assert_same_variables(
-            model.variables, expected.variables, tolerance
-        )
+        training.assert_same_variables(model.variables, expected.variables, tolerance)
         inner = expected.optimizer.variables
         training.assert_same_variables(
             model.optimizer.variables[: len(inner)], inner, tolerance
         )
-        self.assertEqual(
-            int(training.numbers(model.optimizer.iterations)), NUM_UPDATES
-        )
+        self.assertEqual(int(training.numbers(model.optimizer.iterations)), NUM_UPDATES)
 
     @parameterized.product(
         strategy=["default", "mirrored"], optimizer=sorted(registry.OPTIMIZERS)
