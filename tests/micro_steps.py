@@ -18,6 +18,17 @@ PLACES = [
 ]
 
 
+def spread(everywhere: Any, *in_graphs: Any) -> list[tuple]:
+    """Every place with the first case, and the graphs also with the others.
+
+    Tracing takes most of a test's time, so that the full product would be too long.
+    """
+    graphs = [place for place in PLACES if place[1] == "graph"]
+    return [(*place, everywhere) for place in PLACES] + [
+        (*place, case) for case in in_graphs for place in graphs
+    ]
+
+
 class Rows(NamedTuple):
     """Gradients of some rows only (`tf.IndexedSlices`), by replica."""
 
