@@ -54,6 +54,15 @@ class KnownVariablesTest(parameterized.TestCase):
             self.assertIs(self.known[index], variable)
             self.assertEqual(self.known.place(variable), index)
 
+    def test_the_copy_of_a_replica_is_found(self, strategy):
+        self._make(strategy)
+        for index, variable in enumerate(self.variables):
+            native = known_variables.native(variable)
+            copies = self.strategy.experimental_local_results(native)
+            self.assertLen(copies, self.strategy.num_replicas_in_sync)
+            for copy in copies:
+                self.assertEqual(self.known.place(copy), index)
+
     def test_what_a_tape_watches_is_found(self, strategy):
         self._make(strategy)
         for index, variable in enumerate(self.variables):
