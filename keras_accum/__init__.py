@@ -1,8 +1,18 @@
 """Gradient accumulation for Keras that trains exactly as one large batch would."""
 
+from keras_accum import callbacks
+from keras_accum.automatic_loss_scale import AutomaticLossScale
+from keras_accum.loss_scale import DynamicLossScale, ScheduledLossScale
 from keras_accum.mixin import AccumulationMixin
 from keras_accum.optimizer import AccumulationOptimizer
 
 __version__ = "0.1.0"
 
-__all__ = ["AccumulationMixin", "AccumulationOptimizer"]
+__all__ = [
+    "AccumulationMixin",
+    "AccumulationOptimizer",
+    "AutomaticLossScale",
+    "DynamicLossScale",
+    "ScheduledLossScale",
+    "callbacks",
+]

@@ -13,7 +13,7 @@ from keras_accum import arguments, boundary
 from keras_accum.accumulators import Accumulators
 from keras_accum.inner_optimizer import surrounding_optimizer
 from keras_accum.known_variables import KnownVariables
-from keras_accum.loss_scale import LossScale
+from keras_accum.loss_scale import LossScale, checked_scale
 from keras_accum.reduction import MICRO_REDUCTIONS, REPLICA_REDUCTIONS, Reduction
 from keras_accum.window import Window
 from keras_accum.window_state import WindowState
@@ -50,7 +50,7 @@ class AccumulationState:
         micro_reduction: Any,
         replica_reduction: Any,
         accumulator_dtype: Any,
-        loss_scale: LossScale | None,
+        loss_scale: Any,
         on_nonfinite: Any,
     ) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
@@ -63,7 +63,9 @@ class AccumulationState:
             "on_nonfinite", on_nonfinite, arguments.NONFINITE_POLICIES
         )
         self._accumulator_dtype = arguments.checked_accumulator_dtype(accumulator_dtype)
-        self._loss_scale = loss_scale
+        arguments.check_policies(self._on_nonfinite, self._reduction)
+        self._loss_scale_argument = loss_scale
+        scale = arguments.loss_scale_of(loss_scale)
         self._strategy = arguments.supported_strategy()
         self._is_distributed = tf.distribute.has_strategy()
         self._from_anywhere = boundary.FromAnywhere(self._strategy)
@@ -73,8 +75,9 @@ class AccumulationState:
         # and a step that was traced before it reads a variable and no constant.
         self.window_state = WindowState(self._strategy, self.reset)
         self._window = Window(steps, self.window_state.new_variable)
-        if loss_scale is not None:
-            loss_scale.build(self.window_state.new_variable)
+        self._loss_scale: LossScale | None = None
+        if scale is not None:
+            self._loss_scale = scale.built(self.window_state.new_variable)
 
     # Variables.
 
@@ -125,11 +128,13 @@ class AccumulationState:
         self._from_anywhere(self._reset, ("reset", self._accumulators is not None))
 
     def _reset(self) -> None:
-        self._open_window()
+        self._empty_accumulators()
+        self._window.restart()
         self._window.last_window_updated.assign(0)
 
-    def _open_window(self) -> None:
-        raise NotImplementedError
+    def _empty_accumulators(self) -> None:
+        if self._accumulators is not None:
+            self._accumulators.clear()
 
     @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -162,16 +167,30 @@ class AccumulationState:
         return self._window.skipped_windows.read_value()
 
     @property
+    def skipped_micro_batches(self) -> tf.Tensor:
+        """int32 scalar: micro-batches left out of closed windows, on all replicas."""
+        return self._window.skipped_micro_batches.read_value()
+
+    @property
     def has_updated(self) -> tf.Tensor:
         """Bool scalar: the last micro step, or a flush since, made an update."""
         return self._window.has_updated()
 
     @property
     def loss_scale(self) -> tf.Tensor:
-        """float32 scalar: what `scale_loss` multiplies by; 1 without a loss scale."""
+        """float32 scalar: what `scale_loss` multiplies by; 1 without a loss scale.
+
+        Settable: at the next window, or at once while the present one is empty.
+        """
         if self._loss_scale is None:
             return tf.constant(1.0)
         return self._loss_scale.value.read_value()
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: Any) -> None:
+        scale = arguments.check_has_loss_scale(self._loss_scale, loss_scale)
+        value = checked_scale("loss_scale", loss_scale)
+        scale.request(value, self._window.is_open())
 
     # What is saved.
 
@@ -206,14 +225,12 @@ class AccumulationState:
             variable.assign(weight)
 
     def _accumulation_config(self) -> dict[str, Any]:
-        dtype = self._accumulator_dtype
-        scale = self._loss_scale
         return {
             "accumulation_steps": self.accumulation_steps,
             "micro_reduction": self._reduction.micro,
             "replica_reduction": self._reduction.replica,
-            "accumulator_dtype": arguments.serialized_dtype(dtype),
-            "loss_scale": 1.0 if scale is None else scale.get_config(),
+            "accumulator_dtype": arguments.serialized(self._accumulator_dtype),
+            "loss_scale": arguments.serialized(self._loss_scale_argument),
             "on_nonfinite": self._on_nonfinite,
         }
 

@@ -75,7 +75,7 @@ class Accumulators:
             self._accumulators, gradients, self._takes_maximum, strict=True
         ):
             if takes_maximum:
-                _take_maximum(accumulator, gradient)
+                _take_maximum(accumulator, gradient, weight)
             elif self._reduction.is_running:
                 _move_mean(accumulator, gradient, position)
             elif gradient is not None:
@@ -129,10 +129,14 @@ def _move_mean(
         _add_in_place(accumulator, scaled, weight=None)
 
 
-def _take_maximum(accumulator: tf.Variable, gradient: Gradient | None) -> None:
+def _take_maximum(
+    accumulator: tf.Variable, gradient: Gradient | None, weight: tf.Tensor | None
+) -> None:
     if gradient is not None:
-        gradient = tf.cast(tf.convert_to_tensor(gradient), accumulator.dtype)
-        accumulator.assign(tf.maximum(accumulator.read_value(), gradient))
+        is_in = None if weight is None else tf.cast(weight > 0, tf.float32)
+        seen = weighted(tf.convert_to_tensor(gradient), is_in, accumulator.dtype)
+        largest = tf.maximum(accumulator.read_value(), tf.convert_to_tensor(seen))
+        accumulator.assign(largest)
 
 
 def _can_scatter() -> bool:

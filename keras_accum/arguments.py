@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from keras_accum.known_variables import display_name, native
 from keras_accum.loss_scale import DynamicLossScale, LossScale
+from keras_accum.reduction import Reduction
 
-NONFINITE_POLICIES = ("skip_window",)
+NONFINITE_POLICIES = ("skip_window", "skip_micro_batch", "propagate")
 
 AccumulatorDType = str | tf.DType | Callable[[Any], Any] | None
 
@@ -127,18 +128,19 @@ def dtype_of_reduced(variable: Any, accumulator_dtype: AccumulatorDType) -> tf.D
     return chosen if chosen.size > dtype.size else dtype
 
 
-def resolved_loss_scale(loss_scale: Any) -> LossScale | None:
-    """The loss scale that an argument means; None for no scale.
+def resolved_loss_scale(loss_scale: Any) -> float | str | LossScale:
+    """What a `loss_scale` argument means, None above all: it goes into the config.
 
     None is dynamic under a mixed_float16 policy, else none; 1.0 is none.
     """
     if loss_scale is None:
         policy = keras.mixed_precision.dtype_policy().name
-        return DynamicLossScale() if policy == "mixed_float16" else None
-    if loss_scale == "dynamic":
-        return DynamicLossScale()
+        return "dynamic" if policy == "mixed_float16" else 1.0
+    if isinstance(loss_scale, LossScale) or loss_scale == "dynamic":
+        return loss_scale
     expected = (
-        '`loss_scale` must be None, "dynamic" or a finite number > 0. '
+        '`loss_scale` must be None, "dynamic", a finite number > 0, or one of '
+        "DynamicLossScale, ScheduledLossScale, AutomaticLossScale. "
         f"Received: loss_scale={loss_scale!r}"
     )
     if isinstance(loss_scale, str):
@@ -149,23 +151,57 @@ def resolved_loss_scale(loss_scale: Any) -> LossScale | None:
         raise TypeError(expected)
     if not math.isfinite(loss_scale) or loss_scale <= 0:
         raise ValueError(expected)
-    return None if loss_scale == 1 else LossScale(float(loss_scale))
+    return float(loss_scale)
 
 
-def serialized_dtype(accumulator_dtype: AccumulatorDType) -> Any:
-    """What `get_config` says of an `accumulator_dtype`."""
-    if callable(accumulator_dtype):
-        return keras.saving.serialize_keras_object(accumulator_dtype)
-    return accumulator_dtype
+def loss_scale_of(resolved: float | str | LossScale) -> LossScale | None:
+    """The loss scale that a resolved argument stands for; None for no scale."""
+    if isinstance(resolved, LossScale):
+        return resolved
+    if isinstance(resolved, str):
+        return DynamicLossScale()
+    return None if resolved == 1.0 else LossScale(resolved)
+
+
+def check_has_loss_scale(loss_scale: LossScale | None, value: Any) -> LossScale:
+    """A scale can be set where there is one: a traced step multiplies by none."""
+    if loss_scale is None:
+        raise ValueError(
+            "`loss_scale` can be set on an optimizer that was constructed with one, "
+            "and that no LossScaleOptimizer of Keras stands around: that one owns the "
+            f"scale then. Received: loss_scale={value}. Construct the optimizer with "
+            f"loss_scale={value}, and compile with auto_scale_loss=False."
+        )
+    return loss_scale
+
+
+def check_policies(on_nonfinite: str, reduction: Reduction) -> None:
+    """A micro-batch leaves a window with its weight, and a running mean has none."""
+    if on_nonfinite == "skip_micro_batch" and reduction.is_running:
+        raise ValueError(
+            'on_nonfinite="skip_micro_batch" cannot be used with '
+            'micro_reduction="running_mean", whose mean is taken while the window '
+            f"fills. Received: on_nonfinite={on_nonfinite!r}, "
+            f"micro_reduction={reduction.micro!r}. Use micro_reduction="
+            '"mean".'
+        )
+
+
+def serialized(value: Any) -> Any:
+    """What `get_config` says of an argument that is a plain value or an object."""
+    if value is None or isinstance(value, (str, float)):
+        return value
+    return keras.saving.serialize_keras_object(value)
 
 
 def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
-    """A copy of a config, with a callable `accumulator_dtype` made from its name."""
+    """A copy of a config, with the objects in it made from their descriptions."""
     config = dict(config)
-    if isinstance(config.get("accumulator_dtype"), dict):
-        config["accumulator_dtype"] = keras.saving.deserialize_keras_object(
-            config["accumulator_dtype"], custom_objects=custom_objects
-        )
+    for name in ("accumulator_dtype", "loss_scale"):
+        if isinstance(config.get(name), dict):
+            config[name] = keras.saving.deserialize_keras_object(
+                config[name], custom_objects=custom_objects
+            )
     return config
 
 

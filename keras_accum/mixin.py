@@ -10,6 +10,7 @@ from keras_accum import arguments
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.already_reduced import GradientsAreReduced
 from keras_accum.inner_optimizer import check_may_surround, check_mixed_in
+from keras_accum.loss_scale import LossScale
 from keras_accum.optimizer import Accumulation
 
 
@@ -46,7 +47,7 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
         micro_reduction: str = "mean",
         replica_reduction: str = "sum",
         accumulator_dtype: arguments.AccumulatorDType = None,
-        loss_scale: float | str | None = None,
+        loss_scale: float | str | LossScale | None = None,
         on_nonfinite: str = "skip_window",
         **kwargs: Any,
     ) -> None:
@@ -125,6 +126,7 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
             )
         if self._loss_scale is not None:
             self._loss_scale = None
+            self._loss_scale_argument = 1.0
             warnings.warn(
                 "A LossScaleOptimizer was put around an accumulating optimizer. It "
                 "scales the loss from now on, and judges local gradients before they "

@@ -26,6 +26,7 @@ from keras_accum.inner_optimizer import (
     is_multi_optimizer,
 )
 from keras_accum.known_variables import is_overwritten, native
+from keras_accum.loss_scale import LossScale
 from keras_accum.reduction import (
     are_finite,
     combine_over_replicas,
@@ -87,6 +88,10 @@ class Accumulation(AccumulationState):
         gradients = self._aligned(grads, trainable_variables)
         weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
+        if self._on_nonfinite == "skip_micro_batch":
+            weight = self._weight_if_finite(gradients, weight)
+        if self._loss_scale is not None:
+            self._loss_scale.observe(gradients, self._known_variables)
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
         else:
@@ -105,6 +110,14 @@ class Accumulation(AccumulationState):
         return micro_batch.aligned(
             grads, known if variables is None else variables, known
         )
+
+    def _weight_if_finite(
+        self, gradients: Sequence[Any], weight: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Replica context: a bad micro-batch leaves with its weight; never a branch."""
+        is_finite = are_finite(gradients)
+        self._window.leave_out(tf.logical_not(is_finite))
+        return tf.where(is_finite, 1.0 if weight is None else weight, 0.0)
 
     # The boundary of a window.
 
@@ -165,7 +178,7 @@ class Accumulation(AccumulationState):
             weight: On each replica, the weight of a window of one; None means 1.
         """
         reduce = functools.partial(self._reduce, indices)
-        reduced, is_finite, is_good = boundary.each_replica(reduce, gradients, weight)
+        reduced, verdict = boundary.each_replica(reduce, gradients, weight)
 
         def update() -> None:
             optional = []
@@ -181,34 +194,54 @@ class Accumulation(AccumulationState):
                 boundary.each_replica(update, reduced, has_gradient)
 
         def skip() -> None:
-            boundary.each_replica(self._skip, is_finite)
+            boundary.each_replica(self._skip, verdict)
 
-        boundary.decide(is_good, update, skip)
-        boundary.each_replica(self._open_window)
+        boundary.decide(verdict["is_good"], update, skip)
+        boundary.each_replica(self._open_window, verdict)
 
     def _reduce(self, indices: list[int], gradients: Any, weight: Any) -> tuple:
         """Replica context, in the branch: the one reduction of the window.
 
         Returns:
-            The reduced gradients, divided and unscaled; whether they are finite;
-            whether to update with them. All equal on all replicas.
+            The reduced gradients, divided and unscaled, and what is known of them:
+            all equal on all replicas.
         """
         if gradients is None:
             gradients = self._accumulators.read(indices)
             weight = self._window.weight.read_value()
         variables = self._known_variables.at(indices)
         overwritten = [is_overwritten(variable) for variable in variables]
-        dtypes = [
-            arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables
-        ]
-        combined, total_weight = combine_over_replicas(gradients, weight, overwritten)
-        divisor = self._reduction.divisor(total_weight)
-        if self._loss_scale is not None:
-            divisor = self._loss_scale.times(divisor)
-        reduced = divide_all(combined, divisor, dtypes, unless=overwritten)
+        combined, totals = combine_over_replicas(
+            gradients, self._riders(weight), overwritten
+        )
+        divisor = self._reduction.divisor(totals.get("weight"))
+        reduced = divide_all(
+            combined,
+            [self._divisor(variable, divisor) for variable in variables],
+            [arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables],
+        )
         is_finite = are_finite(reduced)
-        has_weight = True if total_weight is None else total_weight > 0
-        return reduced, is_finite, tf.logical_and(is_finite, has_weight)
+        is_clean = tf.logical_and(is_finite, totals.get("bad_micro_batches", 0.0) <= 0)
+        is_good = True if self._on_nonfinite == "propagate" else is_finite
+        is_good = tf.logical_and(is_good, totals.get("weight", 1.0) > 0)
+        return reduced, {"is_good": is_good, "is_clean": is_clean, **totals}
+
+    def _riders(self, weight: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        """What this replica has to say of the window beside its gradients."""
+        riders = {} if weight is None else {"weight": weight}
+        if self._on_nonfinite == "skip_micro_batch":
+            riders["bad_micro_batches"] = self._window.bad_micro_batches.read_value()
+        if self._loss_scale is not None:
+            riders.update(self._loss_scale.observed())
+        return riders
+
+    def _divisor(self, variable: Any, divisor: Any) -> Any:
+        """What a variable's combined gradient is divided by, its scale included."""
+        if is_overwritten(variable):
+            return None
+        if self._loss_scale is None or not self._loss_scale.is_scaled(variable):
+            return divisor
+        return self._loss_scale.times(divisor)
 
     def _update(self, indices: list[int], reduced: Any, has_gradient: Any) -> None:
         """Replica context, in the inner branch: the plain optimizer's own update.
@@ -224,20 +257,18 @@ class Accumulation(AccumulationState):
                 )
         self._apply_plain(gradients, variables)
         self._window.record_update()
-        if self._loss_scale is not None:
-            self._loss_scale.record_update()
 
-    def _skip(self, is_finite: tf.Tensor) -> None:
+    def _skip(self, verdict: dict[str, tf.Tensor]) -> None:
         """Replica context, in the inner branch: the window ends without an update."""
-        self._window.record_skip(is_finite)
-        if self._loss_scale is not None:
-            self._loss_scale.record_skip(is_finite)
+        self._window.record_skip(verdict["is_clean"])
 
-    def _open_window(self) -> None:
-        """Replica context, in the branch: empties the window."""
-        if self._accumulators is not None:
-            self._accumulators.clear()
-        self._window.restart()
+    def _open_window(self, verdict: dict[str, tf.Tensor]) -> None:
+        """Replica context, in the branch: empties the window, draws the conclusions."""
+        self._empty_accumulators()
+        self._window.restart(verdict.get("bad_micro_batches", 0.0))
+        if self._loss_scale is not None:
+            updates = tf.convert_to_tensor(self.iterations)
+            self._loss_scale.close_window(verdict, updates)
 
     # Between micro steps.
 
@@ -292,12 +323,15 @@ class AccumulationOptimizer(
             callable from variable to dtype. None is float32 for float16 and bfloat16
             variables, else the variable's own. The inner optimizer receives the
             variable's dtype, or a wider one that was chosen here.
-        loss_scale: None, `"dynamic"` (from 2**15, doubled after 2000 finite updates,
-            halved when a gradient is not finite), or a finite number > 0. None is
-            dynamic under a `mixed_float16` policy, else no scale; 1.0 is never one.
-        on_nonfinite: `"skip_window"`: a window whose reduced gradient holds an
-            infinity or a NaN makes no update on any replica, and is counted in
-            `skipped_windows`.
+        loss_scale: None, `"dynamic"`, a finite number > 0, or a `DynamicLossScale`,
+            `ScheduledLossScale` or `AutomaticLossScale`. None is dynamic under a
+            `mixed_float16` policy, else no scale; 1.0 is never one.
+        on_nonfinite: What becomes of an infinity or a NaN. `"skip_window"`: a window
+            whose reduced gradient holds one makes no update on any replica, and is
+            counted in `skipped_windows`. `"skip_micro_batch"`: a micro-batch that
+            holds one leaves the window and its divisor, on the replica where it was,
+            and is counted in `skipped_micro_batches`; costs a pass over each
+            micro-gradient. `"propagate"`: it reaches the variables.
         name: Of the optimizer.
 
     Raises:
@@ -325,7 +359,7 @@ class AccumulationOptimizer(
         micro_reduction: str = "mean",
         replica_reduction: str = "sum",
         accumulator_dtype: arguments.AccumulatorDType = None,
-        loss_scale: float | str | None = None,
+        loss_scale: float | str | LossScale | None = None,
         on_nonfinite: str = "skip_window",
         name: str | None = None,
     ) -> None:

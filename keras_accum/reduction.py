@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -42,31 +42,30 @@ def weighted(gradient: Gradient, weight: tf.Tensor | None, dtype: tf.DType) -> G
 
 def combine_over_replicas(
     gradients: Sequence[Gradient],
-    weight: tf.Tensor | None,
+    riders: Mapping[str, tf.Tensor],
     takes_maximum: Sequence[bool],
-) -> tuple[list[Gradient], tf.Tensor | None]:
-    """Combines local gradients and weights over the replicas, in one batched call.
+) -> tuple[list[Gradient], dict[str, tf.Tensor]]:
+    """Combines local gradients and riders over the replicas, in one batched call.
 
     Runs in replica context. On one replica nothing is copied and no collective is
     made.
 
     Args:
         gradients: This replica's.
-        weight: float32 scalar, this replica's; None when every replica weighs 1.
-        takes_maximum: Where True, the elementwise maximum is wanted, not the sum.
+        riders: This replica's weight and counts, float32 scalars, which ride along.
+        takes_maximum: Where True, the elementwise maximum of the gradient is wanted,
+            not the sum.
 
     Returns:
-        The combined gradients and the total weight, equal on all replicas.
+        The combined gradients and the summed riders, equal on all replicas.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
-        return list(gradients), weight
+        return list(gradients), dict(riders)
     combined = list(gradients)
     summed = [i for i, is_maximum in enumerate(takes_maximum) if not is_maximum]
-    addends = [gradients[i] for i in summed]
-    if weight is not None:
-        addends.append(weight)
-    totals = context.all_reduce(tf.distribute.ReduceOp.SUM, addends)
+    addends = [*(gradients[i] for i in summed), *riders.values()]
+    totals = context.all_reduce(tf.distribute.ReduceOp.SUM, addends) if addends else []
     for i, total in zip(summed, totals, strict=False):
         combined[i] = total
     for i, is_maximum in enumerate(takes_maximum):
@@ -74,7 +73,7 @@ def combine_over_replicas(
             local = tf.convert_to_tensor(gradients[i])
             each = context.all_gather(local[tf.newaxis], axis=0)
             combined[i] = tf.reduce_max(each, axis=0)
-    return combined, None if weight is None else totals[-1]
+    return combined, dict(zip(riders, totals[len(summed) :], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +152,11 @@ def are_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
 
 def divide_all(
     gradients: Sequence[Gradient],
-    divisor: tf.Tensor | float | None,
+    divisors: Sequence[tf.Tensor | float | None],
     dtypes: Sequence[tf.DType],
-    unless: Sequence[bool],
 ) -> list[Gradient]:
-    """Divides each gradient, but those marked in `unless`; see `divide`."""
+    """Divides each gradient by its own divisor; see `divide`."""
     return [
-        divide(gradient, None if is_exempt else divisor, dtype)
-        for gradient, dtype, is_exempt in zip(gradients, dtypes, unless, strict=True)
+        divide(gradient, divisor, dtype)
+        for gradient, divisor, dtype in zip(gradients, divisors, dtypes, strict=True)
     ]

@@ -14,7 +14,8 @@ class Window:
 
     Every counter is an int32 scalar that all replicas move alike, so each replica
     can read its own copy and still come to the verdict of all the others. Only
-    `weight` differs from replica to replica: it is a sum over what each has seen.
+    `weight` and `bad_micro_batches` differ from replica to replica: they are sums over
+    what each has seen, and are reduced with the gradients.
 
     The length is latched: a change of `next_length` is seen by the window that
     opens next, never by one that is half full. All methods but `request_length`
@@ -35,9 +36,16 @@ class Window:
         self.length = new_variable("length", initial=length)
         self.next_length = new_variable("next_length", initial=length)
         self.skipped_windows = new_variable("skipped_windows")
+        self.skipped_micro_batches = new_variable("skipped_micro_batches")
         self.last_window_updated = new_variable("last_window_updated")
         self.weight = new_variable(
             "weight", dtype="float32", synchronization="on_read", aggregation="sum"
+        )
+        self.bad_micro_batches = new_variable(
+            "bad_micro_batches",
+            dtype="float32",
+            synchronization="on_read",
+            aggregation="sum",
         )
 
     def advance(self, weight: tf.Tensor | None) -> None:
@@ -60,17 +68,33 @@ class Window:
             tf.equal(self.last_window_updated.read_value(), 1),
         )
 
+    def leave_out(self, is_bad: tf.Tensor) -> None:
+        """Notes whether this replica's micro-batch was left out; a scalar bool."""
+        self.bad_micro_batches.assign_add(tf.cast(is_bad, tf.float32))
+
     def record_update(self) -> None:
         """Notes that the window ended in an update."""
         self.last_window_updated.assign(1)
 
-    def record_skip(self, is_finite: tf.Tensor) -> None:
-        """Notes that the window ended without one; counts it if it was not finite."""
-        self.last_window_updated.assign(0)
-        self.skipped_windows.assign_add(tf.where(is_finite, 0, 1))
+    def record_skip(self, is_clean: tf.Tensor) -> None:
+        """Notes that the window ended without one; counts it unless it was clean.
 
-    def restart(self) -> None:
-        """Opens the next window, with the length that was asked for last."""
+        Args:
+            is_clean: Scalar bool: nothing in it was infinite or NaN. Without an update
+                it was then empty, of no weight.
+        """
+        self.last_window_updated.assign(0)
+        self.skipped_windows.assign_add(tf.where(is_clean, 0, 1))
+
+    def restart(self, bad_micro_batches: tf.Tensor | float = 0.0) -> None:
+        """Opens the next window, with the length that was asked for last.
+
+        Args:
+            bad_micro_batches: float32 scalar, how many were left out of the window
+                that was closed, on all replicas.
+        """
+        self.skipped_micro_batches.assign_add(tf.cast(bad_micro_batches, tf.int32))
+        self.bad_micro_batches.assign(0.0)
         self.position.assign(0)
         self.weight.assign(0.0)
         self.length.assign(self.next_length.read_value())
