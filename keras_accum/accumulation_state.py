@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_accum import arguments, boundary
+from keras_accum import arguments, boundary, nonfinite
 from keras_accum.accumulators import Accumulators
 from keras_accum.inner_optimizer import surrounding_optimizer
 from keras_accum.known_variables import KnownVariables
-from keras_accum.loss_scale import LossScale, checked_scale
+from keras_accum.loss_scale import checked_scale
 from keras_accum.reduction import MICRO_REDUCTIONS, REPLICA_REDUCTIONS, Reduction
 from keras_accum.window import Window
 from keras_accum.window_state import WindowState
@@ -35,6 +35,10 @@ class AccumulationState:
         raise NotImplementedError
 
     def _build_plain(self, variables: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
+        """Replica context: closes the window on all replicas, if it is due."""
         raise NotImplementedError
 
     def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
@@ -59,9 +63,7 @@ class AccumulationState:
             micro=choice("micro_reduction", micro_reduction, MICRO_REDUCTIONS),
             replica=choice("replica_reduction", replica_reduction, REPLICA_REDUCTIONS),
         )
-        self._on_nonfinite = choice(
-            "on_nonfinite", on_nonfinite, arguments.NONFINITE_POLICIES
-        )
+        self._on_nonfinite = choice("on_nonfinite", on_nonfinite, nonfinite.POLICIES)
         self._accumulator_dtype = arguments.checked_accumulator_dtype(accumulator_dtype)
         arguments.check_policies(self._on_nonfinite, self._reduction)
         self._loss_scale_argument = loss_scale
@@ -75,9 +77,7 @@ class AccumulationState:
         # and a step that was traced before it reads a variable and no constant.
         self.window_state = WindowState(self._strategy, self.reset)
         self._window = Window(steps, self.window_state.new_variable)
-        self._loss_scale: LossScale | None = None
-        if scale is not None:
-            self._loss_scale = scale.built(self.window_state.new_variable)
+        self._loss_scale = scale.built(self.window_state.new_variable)
 
     # Variables.
 
@@ -123,6 +123,22 @@ class AccumulationState:
                 self.window_state.new_variable,
             )
 
+    def flush(self) -> None:
+        """Updates now, with what the window holds; nothing at position 0.
+
+        A mean is taken over the micro-batches that are there. Call it from plain
+        Python (a callback), under the strategy's scope, or in replica context; with
+        several workers, on all of them.
+        """
+        if self.built and self._accumulators is not None:
+            key = ("flush", *self._known_variables.not_frozen())
+            self._from_anywhere(self._flush, key)
+
+    @do_not_convert
+    def _flush(self) -> None:
+        none_given = [None] * len(self._known_variables)
+        self._close_if(self._window.is_open(), none_given)
+
     def reset(self) -> None:
         """Drops what the window holds. Called as `flush` is."""
         self._from_anywhere(self._reset, ("reset", self._accumulators is not None))
@@ -139,7 +155,7 @@ class AccumulationState:
     @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale: what gradients are to be taken of."""
-        return loss if self._loss_scale is None else self._loss_scale.scale(loss)
+        return self._loss_scale.scale(loss)
 
     @property
     def accumulation_steps(self) -> int:
@@ -182,15 +198,12 @@ class AccumulationState:
 
         Settable: at the next window, or at once while the present one is empty.
         """
-        if self._loss_scale is None:
-            return tf.constant(1.0)
-        return self._loss_scale.value.read_value()
+        return self._loss_scale.current()
 
     @loss_scale.setter
     def loss_scale(self, loss_scale: Any) -> None:
-        scale = arguments.check_has_loss_scale(self._loss_scale, loss_scale)
-        value = checked_scale("loss_scale", loss_scale)
-        scale.request(value, self._window.is_open())
+        scale = checked_scale("loss_scale", loss_scale)
+        self._loss_scale.request(scale, self._window.is_open())
 
     # What is saved.
 

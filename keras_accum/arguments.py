@@ -12,10 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_accum.known_variables import display_name, native
-from keras_accum.loss_scale import DynamicLossScale, LossScale
+from keras_accum.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from keras_accum.reduction import Reduction
-
-NONFINITE_POLICIES = ("skip_window", "skip_micro_batch", "propagate")
 
 AccumulatorDType = str | tf.DType | Callable[[Any], Any] | None
 
@@ -154,25 +152,13 @@ def resolved_loss_scale(loss_scale: Any) -> float | str | LossScale:
     return float(loss_scale)
 
 
-def loss_scale_of(resolved: float | str | LossScale) -> LossScale | None:
-    """The loss scale that a resolved argument stands for; None for no scale."""
+def loss_scale_of(resolved: float | str | LossScale) -> LossScale:
+    """The loss scale that a resolved argument stands for."""
     if isinstance(resolved, LossScale):
         return resolved
     if isinstance(resolved, str):
         return DynamicLossScale()
-    return None if resolved == 1.0 else LossScale(resolved)
-
-
-def check_has_loss_scale(loss_scale: LossScale | None, value: Any) -> LossScale:
-    """A scale can be set where there is one: a traced step multiplies by none."""
-    if loss_scale is None:
-        raise ValueError(
-            "`loss_scale` can be set on an optimizer that was constructed with one, "
-            "and that no LossScaleOptimizer of Keras stands around: that one owns the "
-            f"scale then. Received: loss_scale={value}. Construct the optimizer with "
-            f"loss_scale={value}, and compile with auto_scale_loss=False."
-        )
-    return loss_scale
+    return NoLossScale() if resolved == 1.0 else LossScale(resolved)
 
 
 def check_policies(on_nonfinite: str, reduction: Reduction) -> None:

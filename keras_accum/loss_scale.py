@@ -64,6 +64,10 @@ class LossScale:
             "next_loss_scale", dtype="float32", initial=self.initial
         )
 
+    def current(self) -> tf.Tensor:
+        """The scale in use, float32 scalar."""
+        return self.value.read_value()
+
     def scale(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss times the scale, in float32 at least."""
         loss = tf.convert_to_tensor(loss)
@@ -76,12 +80,15 @@ class LossScale:
         is_exempt = (self.unscaled or is_statistic)(variable)
         return not (is_exempt or is_overwritten(variable))
 
-    def times(self, divisor: tf.Tensor | float | None) -> tf.Tensor:
-        """What a sum of scaled gradients is to be divided by, float32 scalar.
+    def divisor(self, variable: Any, divisor: Any) -> Any:
+        """What the sum of a variable's scaled gradients is to be divided by.
 
         Args:
-            divisor: What a sum of unscaled ones would be; None for nothing.
+            variable: Whose gradients they are.
+            divisor: What the sum of unscaled ones would be; None for nothing.
         """
+        if not self.is_scaled(variable):
+            return divisor
         scale = self.value.read_value()
         return scale if divisor is None else divisor * scale
 
@@ -125,6 +132,42 @@ class LossScale:
     def from_config(cls, config: dict[str, Any]) -> LossScale:
         """The scale that `get_config` described."""
         return cls(**{name: _deserialized(value) for name, value in config.items()})
+
+
+class NoLossScale(LossScale):
+    """No scale: nothing is multiplied, nothing divided, and nothing can be set."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def _build(self, new_variable: NewVariable) -> None:
+        self.value = self.next_value = None
+
+    def current(self) -> tf.Tensor:
+        """1."""
+        return tf.constant(1.0)
+
+    def scale(self, loss: Any) -> Any:
+        """The loss as it is."""
+        return loss
+
+    def divisor(self, variable: Any, divisor: Any) -> Any:
+        """The divisor as it is."""
+        return divisor
+
+    def request(self, scale: float, is_open: tf.Tensor) -> None:
+        """Refused: a traced step multiplies by nothing."""
+        raise ValueError(
+            "`loss_scale` can be set on an optimizer that was constructed with one, "
+            "and that stands inside no LossScaleOptimizer of Keras, which owns the "
+            f"scale then. Received: loss_scale={scale}. Construct the optimizer with "
+            f"loss_scale={scale}, and compile with auto_scale_loss=False."
+        )
+
+    def close_window(
+        self, verdict: Mapping[str, tf.Tensor], updates: tf.Tensor
+    ) -> None:
+        """There is nothing to conclude."""
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")

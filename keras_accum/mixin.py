@@ -10,7 +10,7 @@ from keras_accum import arguments
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.already_reduced import GradientsAreReduced
 from keras_accum.inner_optimizer import check_may_surround, check_mixed_in
-from keras_accum.loss_scale import LossScale
+from keras_accum.loss_scale import LossScale, NoLossScale
 from keras_accum.optimizer import Accumulation
 
 
@@ -124,8 +124,8 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
                 "An accumulating optimizer has a loss scale of its own. "
                 f"Received: loss_scale_factor={value}. Pass it loss_scale."
             )
-        if self._loss_scale is not None:
-            self._loss_scale = None
+        if not isinstance(self._loss_scale, NoLossScale):
+            self._loss_scale = NoLossScale()
             self._loss_scale_argument = 1.0
             warnings.warn(
                 "A LossScaleOptimizer was put around an accumulating optimizer. It "

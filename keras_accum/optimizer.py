@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_accum import arguments, boundary, micro_batch
+from keras_accum import arguments, boundary, micro_batch, nonfinite
 from keras_accum.absent_gradients import passed_by
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.already_reduced import gradients_are_reduced
@@ -28,7 +28,6 @@ from keras_accum.inner_optimizer import (
 from keras_accum.known_variables import is_overwritten, native
 from keras_accum.loss_scale import LossScale
 from keras_accum.reduction import (
-    are_finite,
     combine_over_replicas,
     divide_all,
     weighted,
@@ -89,9 +88,8 @@ class Accumulation(AccumulationState):
         weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
         if self._on_nonfinite == "skip_micro_batch":
-            weight = self._weight_if_finite(gradients, weight)
-        if self._loss_scale is not None:
-            self._loss_scale.observe(gradients, self._known_variables)
+            weight = nonfinite.weight_if_finite(gradients, weight, self._window)
+        self._loss_scale.observe(gradients, self._known_variables)
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
         else:
@@ -110,14 +108,6 @@ class Accumulation(AccumulationState):
         return micro_batch.aligned(
             grads, known if variables is None else variables, known
         )
-
-    def _weight_if_finite(
-        self, gradients: Sequence[Any], weight: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Replica context: a bad micro-batch leaves with its weight; never a branch."""
-        is_finite = are_finite(gradients)
-        self._window.leave_out(tf.logical_not(is_finite))
-        return tf.where(is_finite, 1.0 if weight is None else weight, 0.0)
 
     # The boundary of a window.
 
@@ -217,31 +207,20 @@ class Accumulation(AccumulationState):
         divisor = self._reduction.divisor(totals.get("weight"))
         reduced = divide_all(
             combined,
-            [self._divisor(variable, divisor) for variable in variables],
+            [
+                None if is_statistic else self._loss_scale.divisor(variable, divisor)
+                for variable, is_statistic in zip(variables, overwritten, strict=True)
+            ],
             [arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables],
         )
-        is_finite = are_finite(reduced)
-        is_clean = tf.logical_and(is_finite, totals.get("bad_micro_batches", 0.0) <= 0)
-        is_good = True if self._on_nonfinite == "propagate" else is_finite
-        is_good = tf.logical_and(is_good, totals.get("weight", 1.0) > 0)
-        return reduced, {"is_good": is_good, "is_clean": is_clean, **totals}
+        return reduced, nonfinite.verdict(self._on_nonfinite, reduced, totals)
 
     def _riders(self, weight: tf.Tensor | None) -> dict[str, tf.Tensor]:
         """What this replica has to say of the window beside its gradients."""
         riders = {} if weight is None else {"weight": weight}
         if self._on_nonfinite == "skip_micro_batch":
             riders["bad_micro_batches"] = self._window.bad_micro_batches.read_value()
-        if self._loss_scale is not None:
-            riders.update(self._loss_scale.observed())
-        return riders
-
-    def _divisor(self, variable: Any, divisor: Any) -> Any:
-        """What a variable's combined gradient is divided by, its scale included."""
-        if is_overwritten(variable):
-            return None
-        if self._loss_scale is None or not self._loss_scale.is_scaled(variable):
-            return divisor
-        return self._loss_scale.times(divisor)
+        return {**riders, **self._loss_scale.observed()}
 
     def _update(self, indices: list[int], reduced: Any, has_gradient: Any) -> None:
         """Replica context, in the inner branch: the plain optimizer's own update.
@@ -266,27 +245,7 @@ class Accumulation(AccumulationState):
         """Replica context, in the branch: empties the window, draws the conclusions."""
         self._empty_accumulators()
         self._window.restart(verdict.get("bad_micro_batches", 0.0))
-        if self._loss_scale is not None:
-            updates = tf.convert_to_tensor(self.iterations)
-            self._loss_scale.close_window(verdict, updates)
-
-    # Between micro steps.
-
-    def flush(self) -> None:
-        """Updates now, with what the window holds; nothing at position 0.
-
-        A mean is taken over the micro-batches that are there. Call it from plain
-        Python (a callback), under the strategy's scope, or in replica context; with
-        several workers, on all of them.
-        """
-        if self.built and self._accumulators is not None:
-            key = ("flush", *self._known_variables.not_frozen())
-            self._from_anywhere(self._flush, key)
-
-    @do_not_convert
-    def _flush(self) -> None:
-        none_given = [None] * len(self._known_variables)
-        self._close_if(self._window.is_open(), none_given)
+        self._loss_scale.close_window(verdict, tf.convert_to_tensor(self.iterations))
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
