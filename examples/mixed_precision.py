@@ -10,7 +10,6 @@ training goes on.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import matplotlib.pyplot as plt
@@ -30,6 +29,9 @@ NUM_TEST = 261
 FIRST_SCALE = 2.0**24
 GROWTH_INTERVAL = 30
 BROKEN_BATCH = 150  # counted over the epochs, well after the recovery
+
+
+Data = tuple[np.ndarray, np.ndarray]
 
 
 class Record(keras.callbacks.Callback):
@@ -60,7 +62,7 @@ class Record(keras.callbacks.Callback):
                 raise RuntimeError("A skipped window moved a weight.")
 
 
-def load_digits() -> tuple[Any, Any]:
+def load_digits() -> tuple[Data, Data]:
     """Training and test set of scikit-learn's digits."""
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(seed=0).permutation(len(images))
