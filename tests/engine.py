@@ -53,6 +53,35 @@ def on_replicas(strategy, function, *by_replica):
     return [on(replica) for replica in range(strategy.num_replicas_in_sync)]
 
 
+def built(loss_scale, strategy):
+    """A copy of a loss scale with variables of its own, under the strategy's scope."""
+    with strategy.scope():
+        return loss_scale.built(new_variable)
+
+
+def close_window(strategy, scale, is_clean=True, is_good=None, updates=0, **totals):
+    """Ends a window of a built loss scale; returns the scale of the next.
+
+    Args:
+        strategy: What it was built under.
+        scale: A built loss scale.
+        is_clean: Whether nothing in the window was infinite or NaN.
+        is_good: Whether it ended in an update; None is as it is clean.
+        updates: Made until now.
+        **totals: What rode along in the reduction, summed over the replicas.
+    """
+    verdict = {
+        "is_clean": tf.constant(is_clean),
+        "is_good": tf.constant(is_clean if is_good is None else is_good),
+        **{name: tf.constant(total, tf.float32) for name, total in totals.items()},
+    }
+    count = tf.constant(updates, tf.int64)
+    on_replicas(strategy, lambda: scale.close_window(verdict, count))
+    values = {float(value) for value in copies(strategy, scale.value)}
+    assert len(values) == 1, values
+    return values.pop()
+
+
 def copies(strategy, variable):
     """The values of a variable on the replicas."""
     local = strategy.experimental_local_results(variable)

@@ -43,11 +43,11 @@ def imported(tree):
 
 
 def imported_parts(tree):
-    """Which of `trees()` a syntax tree imports."""
+    """Which of `trees()` a syntax tree imports; of a package, the module named."""
+    parts = {module_name(part): part for part in trees() if part != "__init__"}
     found = set()
     for name in imported(tree):
-        for part in trees():
-            full = module_name(part)
-            if part != "__init__" and (name == full or name.startswith(full + ".")):
-                found.add(part)
+        full = [each for each in parts if name == each or name.startswith(each + ".")]
+        if full:
+            found.add(parts[max(full, key=len)])
     return found

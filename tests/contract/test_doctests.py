@@ -39,7 +39,9 @@ class DoctestsTest(absltest.TestCase):
 
     def test_every_public_class_has_one(self):
         names = {example.name.split(".")[-1] for example in _examples()}
-        self.assertContainsSubset(keras_accum.__all__, names)
+        public = [*keras_accum.__all__, *keras_accum.callbacks.__all__]
+        classes = [name for name in public if name != "callbacks"]
+        self.assertContainsSubset(classes, names)
 
     def test_one_that_does_not_hold_is_reported(self):
         parser = doctest.DocTestParser()

@@ -13,12 +13,19 @@ ENGINE = ("window", "known_variables", "reduction", "boundary", "accumulators")
 # it may know.
 LAYERS = (
     {"window", "known_variables", "reduction", "boundary", "already_reduced"},
-    {"accumulators", "loss_scale", "absent_gradients", "average_overwrite"},
-    {"arguments", "inner_optimizer", "window_state"},
+    {
+        "accumulators",
+        "loss_scale",
+        "nonfinite",
+        "absent_gradients",
+        "average_overwrite",
+    },
+    {"arguments", "automatic_loss_scale", "inner_optimizer", "window_state"},
     {"micro_batch", "accumulation_state"},
     {"wrapping"},
     {"optimizer"},
-    {"mixin"},
+    {"mixin", "callbacks.loss_scale_scheduler"},
+    {"callbacks.__init__"},
     {"__init__"},
 )
 
@@ -51,6 +58,24 @@ class LayersTest(absltest.TestCase):
         )
         self.assertEqual(seen, {"boundary", "window"})
         self.assertIn("window", sources.imported_parts(sources.trees()["accumulators"]))
+
+    def test_a_module_of_a_package_is_seen_as_itself(self):
+        for statement, part in (
+            ("from keras_accum import callbacks", "callbacks.__init__"),
+            (
+                "from keras_accum.callbacks import LossScaleScheduler",
+                "callbacks.__init__",
+            ),
+            (
+                "from keras_accum.callbacks.loss_scale_scheduler import COUNTS",
+                "callbacks.loss_scale_scheduler",
+            ),
+            (
+                "import keras_accum.callbacks.loss_scale_scheduler",
+                "callbacks.loss_scale_scheduler",
+            ),
+        ):
+            self.assertEqual(sources.imported_parts(ast.parse(statement)), {part})
 
     def test_the_engine_does_not_know_which_keras_it_serves(self):
         for module in ENGINE:

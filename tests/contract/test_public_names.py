@@ -1,13 +1,22 @@
 """The public names: a change of them is a decision, taken here as well."""
 
 import inspect
+import operator
 
 import keras
 from absl.testing import absltest
 
 import keras_accum
 
-NAMES = ["AccumulationMixin", "AccumulationOptimizer"]
+NAMES = [
+    "AccumulationMixin",
+    "AccumulationOptimizer",
+    "AutomaticLossScale",
+    "DynamicLossScale",
+    "ScheduledLossScale",
+]
+# Modules whose own names are public.
+MODULES = {"callbacks": ["LossScaleScheduler"]}
 
 # What both surfaces add to a Keras optimizer, or answer for themselves.
 SHARED = {
@@ -26,6 +35,7 @@ SHARED = {
     "save_own_variables",
     "scale_loss",
     "set_weights",
+    "skipped_micro_batches",
     "skipped_windows",
     "variables",
 }
@@ -54,6 +64,33 @@ OPTIONS = {
 }
 
 
+# Names and defaults of what the values for `loss_scale` and the callbacks take.
+EMPTY = inspect.Parameter.empty
+ARGUMENTS = {
+    "AutomaticLossScale": {
+        "initial": 1.0,
+        "factor": 2.0,
+        "maximum": 2.0**15,
+        "period": 8,
+        "edge": 2.0**13,
+        "ratio": 1e-5,
+        "unscaled": None,
+    },
+    "DynamicLossScale": {
+        "initial": 2.0**15,
+        "growth_interval": 2000,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "minimum": 2.0**-14,
+        "maximum": 2.0**24,
+        "hysteresis": 1,
+        "unscaled": None,
+    },
+    "ScheduledLossScale": {"schedule": EMPTY, "unscaled": None},
+    "callbacks.LossScaleScheduler": {"schedule": EMPTY, "verbose": 0, "by": "epoch"},
+}
+
+
 def _own_public_members(cls):
     """The public names that classes of the package define, itself or a base."""
     return {
@@ -73,13 +110,28 @@ def _arguments(function):
 
 class PublicNamesTest(absltest.TestCase):
     def test_of_the_package(self):
-        self.assertEqual(sorted(keras_accum.__all__), NAMES)
+        self.assertEqual(sorted(keras_accum.__all__), [*NAMES, *MODULES])
         public = {
             name
             for name, value in vars(keras_accum).items()
             if not name.startswith("_") and not inspect.ismodule(value)
         }
         self.assertEqual(sorted(public), NAMES)
+
+    def test_of_its_modules(self):
+        for module, names in MODULES.items():
+            self.assertEqual(sorted(getattr(keras_accum, module).__all__), names)
+
+    def test_arguments_of_the_other_classes(self):
+        for name, expected in ARGUMENTS.items():
+            cls = operator.attrgetter(name)(keras_accum)
+            arguments = _arguments(cls.__init__)
+            positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            self.assertEqual({kind for _, kind, _ in arguments}, {positional}, name)
+            self.assertEqual(
+                [(argument, default) for argument, _, default in arguments],
+                list(expected.items()),
+            )
 
     def test_it_has_a_version(self):
         self.assertRegex(keras_accum.__version__, r"^\d+\.\d+\.\d+")
@@ -153,7 +205,9 @@ class PublicNamesTest(absltest.TestCase):
             },
         )
 
-    def test_keras_finds_the_wrapper_by_its_registered_name(self):
-        name = "keras_accum>AccumulationOptimizer"
-        found = keras.saving.get_registered_object(name)
-        self.assertIs(found, keras_accum.AccumulationOptimizer)
+    def test_keras_finds_classes_by_their_registered_names(self):
+        for name in NAMES:
+            if name == "AccumulationMixin":  # no optimizer without a base
+                continue
+            found = keras.saving.get_registered_object(f"keras_accum>{name}")
+            self.assertIs(found, getattr(keras_accum, name))

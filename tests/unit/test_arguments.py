@@ -83,7 +83,7 @@ class ChoicesTest(refusals.RefusalCase):
     CHOICES = (
         ("micro_reduction", "'mean', 'sum', 'running_mean'"),
         ("replica_reduction", "'sum', 'mean'"),
-        ("on_nonfinite", "'skip_window'"),
+        ("on_nonfinite", "'skip_window', 'skip_micro_batch', 'propagate'"),
     )
 
     def test_unknown_names_are_refused_and_the_known_ones_listed(self, surface):
@@ -102,6 +102,20 @@ class ChoicesTest(refusals.RefusalCase):
             for name in names.replace("'", "").split(", "):
                 config = make(surface, **{argument: name}).get_config()
                 self.assertEqual(config[argument], name)
+
+    def test_a_running_mean_cannot_leave_micro_batches_out(self, surface):
+        self.assert_refused(
+            ValueError,
+            lambda: make(
+                surface,
+                micro_reduction="running_mean",
+                on_nonfinite="skip_micro_batch",
+            ),
+            'on_nonfinite="skip_micro_batch" cannot be used with '
+            'micro_reduction="running_mean"',
+            "on_nonfinite='skip_micro_batch', micro_reduction='running_mean'",
+            'Use micro_reduction="mean"',
+        )
 
     def test_options_are_keywords(self, surface):
         with self.assertRaises(TypeError):
@@ -195,7 +209,8 @@ class LossScaleArgumentTest(refusals.RefusalCase):
                 self.assert_refused(
                     error,
                     lambda v=value: make(surface, loss_scale=v),
-                    '`loss_scale` must be None, "dynamic" or a finite number > 0',
+                    '`loss_scale` must be None, "dynamic", a finite number > 0, or one '
+                    "of DynamicLossScale, ScheduledLossScale, AutomaticLossScale",
                     f"loss_scale={value!r}",
                 )
 
@@ -209,6 +224,24 @@ class LossScaleArgumentTest(refusals.RefusalCase):
             keras.mixed_precision.set_dtype_policy("mixed_float16")
             loss = tf.constant(3.0)
             self.assertIs(make(surface, loss_scale=value).scale_loss(loss), loss)
+
+    def test_a_scale_that_is_an_object_is_taken(self, surface):
+        for scale, first in (
+            (keras_accum.DynamicLossScale(initial=8), 8),
+            (keras_accum.ScheduledLossScale(lambda updates: 4), 4),
+            (keras_accum.AutomaticLossScale(initial=2), 2),
+        ):
+            optimizer = make(surface, loss_scale=scale)
+            self.assertEqual(float(optimizer.loss_scale), first)
+            self.assertEqual(float(optimizer.scale_loss(tf.constant(3.0))), 3 * first)
+
+    def test_a_class_in_place_of_an_object_is_refused(self, surface):
+        self.assert_refused(
+            TypeError,
+            lambda: make(surface, loss_scale=keras_accum.DynamicLossScale),
+            "`loss_scale` must be None",
+            "loss_scale=<class",
+        )
 
     def test_none_is_resolved_at_construction(self, surface):
         for policy, scale, config in (

@@ -11,7 +11,13 @@ from tests import engine, registry
 from tests.unit.test_arguments import make
 
 NAN = float("nan")
-TENSORS = ("position", "has_updated", "skipped_windows", "loss_scale")
+TENSORS = (
+    "position",
+    "has_updated",
+    "skipped_windows",
+    "skipped_micro_batches",
+    "loss_scale",
+)
 VARIABLES = ("iterations", "learning_rate")
 
 
@@ -32,6 +38,7 @@ FRESH = {
     "position": 0,
     "has_updated": 0,
     "skipped_windows": 0,
+    "skipped_micro_batches": 0,
     "loss_scale": 8,
     "iterations": 0,
     "learning_rate": 1,
@@ -94,6 +101,7 @@ class MembersTest(parameterized.TestCase):
         for name, dtype in (
             ("position", "int32"),
             ("skipped_windows", "int32"),
+            ("skipped_micro_batches", "int32"),
             ("has_updated", "bool"),
             ("loss_scale", "float32"),
         ):

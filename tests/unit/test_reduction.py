@@ -117,6 +117,34 @@ class DivideTest(parameterized.TestCase):
         self.assertEqual(narrowed.dtype, tf.bfloat16)
 
 
+class DivideAllTest(parameterized.TestCase):
+    def test_each_gradient_has_its_own_divisor_and_dtype(self):
+        untouched = tf.constant([3.0])
+        quotients = reduction.divide_all(
+            [
+                tf.constant([6.0, 9.0]),
+                _slices([[8.0]], [2]),
+                untouched,
+                tf.constant(60000.0),
+            ],
+            [tf.constant(3.0), 4.0, None, tf.constant(2.0**17)],
+            [tf.float64, tf.float32, tf.float32, tf.float16],
+        )
+        dtypes = [quotient.dtype for quotient in quotients]
+        self.assertEqual(dtypes, [tf.float64, tf.float32, tf.float32, tf.float16])
+        np.testing.assert_array_equal(quotients[0], [2, 3])
+        np.testing.assert_array_equal(quotients[1].values, [[2]])
+        np.testing.assert_array_equal(quotients[1].indices, [2])
+        self.assertIs(quotients[2], untouched)
+        self.assertEqual(quotients[3].numpy(), np.float16(60000 / 2**17))
+
+    def test_lists_of_other_lengths_are_a_mistake(self):
+        one = tf.constant(1.0)
+        for divisors, dtypes in (([], [tf.float32]), ([None], [])):
+            with self.assertRaises(ValueError):
+                reduction.divide_all([one], divisors, dtypes)
+
+
 class AreFiniteTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("none", [], True),
@@ -147,58 +175,76 @@ class AreFiniteTest(parameterized.TestCase):
 class CombineOverReplicasTest(parameterized.TestCase):
     def test_one_replica_copies_nothing(self):
         gradients = [tf.constant([1.0]), _slices([[1.0]], [2]), tf.constant(3.0)]
-        weight = tf.constant(2.0)
-        combined, total = reduction.combine_over_replicas(
-            gradients, weight, [False, False, True]
+        weight, count = tf.constant(2.0), tf.constant(3.0)
+        combined, totals = reduction.combine_over_replicas(
+            gradients, {"weight": weight, "count": count}, [False, False, True]
         )
         for one, other in zip(combined, gradients, strict=True):
             self.assertIs(one, other)
-        self.assertIs(total, weight)
+        self.assertEqual(list(totals), ["weight", "count"])
+        self.assertIs(totals["weight"], weight)
+        self.assertIs(totals["count"], count)
 
-    def _combined(self, gradients, weights, takes_maximum):
-        def combine(gradients, *weight):
-            return reduction.combine_over_replicas(
-                gradients, weight[0] if weight else None, takes_maximum
-            )
+    def _combined(self, gradients, riders, takes_maximum):
+        def combine(gradients, riders):
+            return reduction.combine_over_replicas(gradients, riders, takes_maximum)
 
-        by_replica = [gradients] if weights is None else [gradients, weights]
-        return engine.on_replicas(registry.mirrored(), combine, *by_replica)
+        return engine.on_replicas(registry.mirrored(), combine, gradients, riders)
 
-    def test_gradients_and_weights_are_summed(self):
+    def test_gradients_and_riders_are_summed(self):
         a = [np.float32([1 + r, 10 * r]) for r in range(R)]
         b = [np.float32([[r * r + 0.5]]) for r in range(R)]
         weights = [np.float32(3 + r) for r in range(R)]
+        counts = [np.float32(100 * r + 1) for r in range(R)]
         by_replica = [[a[r], b[r]] for r in range(R)]
-        for gradients, total in self._combined(by_replica, weights, [False, False]):
+        riders = [{"weight": weights[r], "count": counts[r]} for r in range(R)]
+        for gradients, totals in self._combined(by_replica, riders, [False, False]):
             np.testing.assert_array_equal(gradients[0], sum(a))
             np.testing.assert_array_equal(gradients[1], sum(b))
-            self.assertEqual(float(total), sum(weights))
+            self.assertEqual(
+                {name: float(total) for name, total in totals.items()},
+                {"weight": sum(weights), "count": sum(counts)},
+            )
 
-    def test_without_weights_there_is_no_total(self):
+    def test_without_riders_there_are_no_totals(self):
         by_replica = [[np.float32(1 + r)] for r in range(R)]
-        for gradients, total in self._combined(by_replica, None, [False]):
+        for gradients, totals in self._combined(by_replica, [{}] * R, [False]):
             self.assertEqual(float(gradients[0]), sum(1 + r for r in range(R)))
-            self.assertIsNone(total)
+            self.assertEqual(totals, {})
 
-    @parameterized.parameters(False, True)
-    def test_a_maximum_stands_between_sums(self, has_weight):
+    def test_riders_are_summed_without_gradients_and_beside_maxima_alone(self):
+        weights = [np.float32(3 + r) for r in range(R)]
+        riders = [{"weight": weight} for weight in weights]
+        largest = [[np.float32([r, -r])] for r in range(R)]
+        for by_replica, takes_maximum in (([[]] * R, []), (largest, [True])):
+            for _, totals in self._combined(by_replica, riders, takes_maximum):
+                self.assertEqual(float(totals["weight"]), sum(weights))
+        for gradients, totals in self._combined(largest, [{}] * R, [True]):
+            np.testing.assert_array_equal(gradients[0], [R - 1, 0])
+            self.assertEqual(totals, {})
+
+    @parameterized.parameters(0, 1, 2)
+    def test_a_maximum_stands_between_sums(self, num_riders):
         # The largest value is on another replica for each element.
         first = [np.float32([r]) for r in range(R)]
         middle = [np.float32([r, -r, -2 - r]) for r in range(R)]
         last = [np.float32(100 + r) for r in range(R)]
-        weights = [np.float32(7 * (1 + r)) for r in range(R)]
+        riders = [
+            {str(i): np.float32(7 * (1 + r) + i) for i in range(num_riders)}
+            for r in range(R)
+        ]
         combined = self._combined(
             [[first[r], middle[r], last[r]] for r in range(R)],
-            weights if has_weight else None,
+            riders,
             [False, True, False],
         )
-        for gradients, total in combined:
+        for gradients, totals in combined:
             np.testing.assert_array_equal(gradients[0], sum(first))
             np.testing.assert_array_equal(gradients[1], np.max(middle, axis=0))
             np.testing.assert_array_equal(gradients[2], sum(last))
             self.assertEqual(
-                None if total is None else float(total),
-                sum(weights) if has_weight else None,
+                {name: float(total) for name, total in totals.items()},
+                {name: sum(each[name] for each in riders) for name in riders[0]},
             )
 
     def test_rows_are_summed_over_replicas(self):
@@ -206,7 +252,7 @@ class CombineOverReplicasTest(parameterized.TestCase):
         def combine(values):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             slices = tf.IndexedSlices(values, tf.stack([replica, 3]), (8, 2))
-            combined, _ = reduction.combine_over_replicas([slices], None, [False])
+            combined, _ = reduction.combine_over_replicas([slices], {}, [False])
             return tf.convert_to_tensor(combined[0])
 
         values = [np.float32([[1, r], [2, 5 * r]]) for r in range(R)]

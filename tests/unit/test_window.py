@@ -1,6 +1,7 @@
 """The window: what it counts, when it is full, when a new length takes effect."""
 
 import numpy as np
+import tensorflow as tf
 from absl.testing import parameterized
 
 from keras_accum.window import Window
@@ -123,13 +124,41 @@ class WindowTest(parameterized.TestCase):
         self._run(lambda: self.window.record_skip(True))
         self.assertFalse(self._everywhere(self.window.has_updated))
 
-    def test_only_windows_that_were_not_finite_count_as_skipped(self, strategy):
+    def test_only_windows_that_were_not_clean_count_as_skipped(self, strategy):
         self._open(strategy, length=1)
-        for is_finite in (True, False, True, False):
-            self._run(lambda is_finite=is_finite: self.window.record_skip(is_finite))
-        self.assertEqual(self._numbers(self.window.skipped_windows), {2})
+        for is_clean in (True, False, True, False, False):
+            verdict = tf.constant(is_clean)
+            self._run(lambda verdict=verdict: self.window.record_skip(verdict))
+        self.assertEqual(self._numbers(self.window.skipped_windows), {3})
 
-    def test_counters_are_int32_and_the_weight_is_float32(self, strategy):
+    def test_bad_micro_batches_are_counted_where_they_were(self, strategy):
+        self._open(strategy, length=4)
+        replicas = self.strategy.num_replicas_in_sync
+        # Replica r leaves r + 1 of its four micro-batches out.
+        for k in range(4):
+            is_bad = [k <= r for r in range(replicas)]
+            self._run(self.window.leave_out, is_bad)
+        expected = [r + 1 for r in range(replicas)]
+        copies = engine.copies(self.strategy, self.window.bad_micro_batches)
+        np.testing.assert_array_equal(copies, expected)
+        total = self.window.bad_micro_batches.numpy()
+        self.assertEqual(float(total), sum(expected))
+        # They are skipped once the window is closed, and not before.
+        self.assertEqual(self._numbers(self.window.skipped_micro_batches), {0})
+
+    def test_restarting_adds_up_what_all_replicas_left_out(self, strategy):
+        self._open(strategy, length=2)
+        self._run(self.window.leave_out, [True] * self.strategy.num_replicas_in_sync)
+        for total in (3.0, 0.0, 2.0):
+            everywhere = tf.constant(total)
+            self._run(lambda total=everywhere: self.window.restart(total))
+            self.assertEqual(self._numbers(self.window.bad_micro_batches), {0})
+        self.assertEqual(self._numbers(self.window.skipped_micro_batches), {5})
+        self._run(self.window.restart)
+        self.assertEqual(self._numbers(self.window.skipped_micro_batches), {5})
+        self.assertEqual(self._numbers(self.window.skipped_windows), {0})
+
+    def test_counters_are_int32_and_sums_over_replicas_float32(self, strategy):
         self._open(strategy, length=1)
         window = self.window
         counters = (
@@ -137,9 +166,12 @@ class WindowTest(parameterized.TestCase):
             window.length,
             window.next_length,
             window.skipped_windows,
+            window.skipped_micro_batches,
             window.last_window_updated,
         )
         for counter in counters:
             self.assertEqual(counter.dtype, "int32")
             self.assertEqual(counter.shape, ())
-        self.assertEqual(window.weight.dtype, "float32")
+        for summed in (window.weight, window.bad_micro_batches):
+            self.assertEqual(summed.dtype, "float32")
+            self.assertEqual(summed.shape, ())
