@@ -41,6 +41,8 @@ ARGUMENTS = {
     "dynamic_loss_scale": ({"loss_scale": "dynamic"}, {}),
     "no_loss_scale": ({"loss_scale": 1}, {"loss_scale": 1.0}),
     "on_nonfinite": ({"on_nonfinite": "skip_window"}, {}),
+    "skip_micro_batch": ({"on_nonfinite": "skip_micro_batch"}, {}),
+    "propagate": ({"on_nonfinite": "propagate"}, {}),
     "name": ({"name": "large"}, {}),
     "all": (
         {
