@@ -1,7 +1,7 @@
 """Gradient accumulation for Keras that trains exactly as one large batch would."""
 
 from keras_accum.mixin import AccumulationMixin
-from keras_accum.optimizer import AccumulationOptimizer
+from keras_accum.wrapper import AccumulationOptimizer
 
 __version__ = "0.1.0"
 

@@ -54,6 +54,7 @@ class AccumulationState:
         on_nonfinite: Any,
     ) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
+        self._most_steps = steps  # that were asked for until the build
         choice = arguments.checked_choice
         self._reduction = Reduction(
             micro=choice("micro_reduction", micro_reduction, MICRO_REDUCTIONS),
@@ -95,7 +96,7 @@ class AccumulationState:
             arguments.check_variables(variables, self._strategy)
             self._build_plain(variables)
             self._known_variables = KnownVariables(variables, self._strategy)
-            self._allocate_accumulators(self.accumulation_steps)
+            self._allocate_accumulators(self._most_steps)
         self.window_state.built = True
         self.built = True
 
@@ -149,6 +150,7 @@ class AccumulationState:
             arguments.check_not_stepped(self._has_stepped, steps)
             with self._in_scope():
                 self._allocate_accumulators(steps)
+        self._most_steps = max(steps, self._most_steps)
         self._window.request_length(steps)
 
     @property

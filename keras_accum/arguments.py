@@ -40,9 +40,9 @@ def supported_strategy() -> tf.distribute.Strategy:
         tf.distribute.TPUStrategy,
     )
     if tf.distribute.has_strategy() and not isinstance(strategy, supported):
-        names = ", ".join(each.__name__ for each in supported)
         raise ValueError(
-            f"The strategy must be one of {names}, or none. "
+            "The strategy must be OneDeviceStrategy, MirroredStrategy, "
+            "MultiWorkerMirroredStrategy, TPUStrategy, or none. "
             f"Received: strategy={type(strategy).__name__}. A strategy that keeps "
             "variables apart from its replicas has no window to reduce once."
         )
@@ -57,7 +57,7 @@ def checked_accumulation_steps(accumulation_steps: Any) -> int:
             "`accumulation_steps` must be an integer >= 1, the number of micro-batches "
             "per update. "
             f"Received: accumulation_steps={accumulation_steps!r} "
-            f"(of type {type(accumulation_steps).__name__})."
+            f"(of type {type(accumulation_steps).__name__}). Use 1 for no accumulation."
         )
     return operator.index(accumulation_steps)
 
@@ -87,7 +87,8 @@ def _floating(accumulator_dtype: Any) -> tf.DType:
     expected = (
         "`accumulator_dtype` must be None, a floating dtype, or a callable that takes "
         "a variable and returns a floating dtype. "
-        f"Received: accumulator_dtype={accumulator_dtype!r}"
+        f"Received: accumulator_dtype={accumulator_dtype!r}. None is float32 for "
+        "float16 and bfloat16 variables, else the variable's own."
     )
     try:
         dtype = tf.as_dtype(accumulator_dtype)
@@ -135,13 +136,13 @@ def resolved_loss_scale(loss_scale: Any) -> LossScale | None:
     if loss_scale is None:
         policy = keras.mixed_precision.dtype_policy().name
         return DynamicLossScale() if policy == "mixed_float16" else None
-    if loss_scale == "dynamic":
-        return DynamicLossScale()
     expected = (
         '`loss_scale` must be None, "dynamic" or a finite number > 0. '
-        f"Received: loss_scale={loss_scale!r}"
+        f"Received: loss_scale={loss_scale!r}. Leave it out for the default."
     )
     if isinstance(loss_scale, str):
+        if loss_scale == "dynamic":
+            return DynamicLossScale()
         raise ValueError(expected)
     if isinstance(loss_scale, bool) or not isinstance(
         loss_scale, (int, float, np.integer, np.floating)

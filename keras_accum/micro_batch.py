@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -92,17 +91,24 @@ def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
             f"taken while the window fills. Received: weight={weight}. Use "
             'micro_reduction="mean".'
         )
-    is_number = isinstance(weight, (int, float, np.number))
-    if is_number and not (math.isfinite(weight) and weight >= 0):
+    expected = (
+        "`weight` must be a scalar >= 0: what this micro-batch weighs on this replica, "
+        "such as its rows or tokens."
+    )
+    try:
+        scalar = tf.cast(weight, tf.float32)
+    except (TypeError, ValueError, tf.errors.OpError) as error:
+        raise TypeError(
+            f"{expected} Received: weight={weight!r}. Pass a number."
+        ) from error
+    if scalar.shape.rank not in (0, None):
         raise ValueError(
-            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
-            f"micro-batch. Received: weight={weight}"
-        )
-    weight = tf.cast(weight, tf.float32)
-    if weight.shape.rank not in (0, None):
-        raise ValueError(
-            "`weight` must be a scalar: one weight for this micro-batch on this "
-            f"replica. Received: weight of shape {weight.shape}. Pass the sum of the "
+            f"{expected} Received: weight of shape {scalar.shape}. Pass the sum of the "
             "rows' weights."
         )
-    return weight
+    known = tf.get_static_value(scalar)  # None in a graph, for a computed one
+    if known is not None and not (np.isfinite(known) and known >= 0):
+        raise ValueError(
+            f"{expected} Received: weight={known}. Pass 0 to leave it out."
+        )
+    return scalar

@@ -16,9 +16,8 @@ LAYERS = (
     {"accumulators", "loss_scale", "absent_gradients", "average_overwrite"},
     {"arguments", "inner_optimizer", "window_state"},
     {"micro_batch", "accumulation_state"},
-    {"wrapping"},
     {"optimizer"},
-    {"mixin"},
+    {"mixin", "wrapper"},
     {"__init__"},
 )
 
