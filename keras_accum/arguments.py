@@ -41,7 +41,7 @@ def supported_strategy() -> tf.distribute.Strategy:
     )
     if tf.distribute.has_strategy() and not isinstance(strategy, supported):
         raise ValueError(
-            "The strategy must be OneDeviceStrategy, MirroredStrategy, "
+            "The strategy must be one of OneDeviceStrategy, MirroredStrategy, "
             "MultiWorkerMirroredStrategy, TPUStrategy, or none. "
             f"Received: strategy={type(strategy).__name__}. A strategy that keeps "
             "variables apart from its replicas has no window to reduce once."

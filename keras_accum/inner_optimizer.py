@@ -112,7 +112,7 @@ def check_may_surround(surrounding: Any) -> None:
     """Refuses a `MultiOptimizer` around a mixin: it would count micro steps."""
     if is_multi_optimizer(surrounding):
         raise ValueError(
-            "An accumulating optimizer must not stand inside a MultiOptimizer, which "
+            "An accumulating optimizer cannot stand inside a MultiOptimizer, which "
             "counts every call as an update. Received: an accumulating optimizer "
             f"inside {type(surrounding).__name__}. Put "
             "keras_accum.AccumulationOptimizer around the MultiOptimizer."

@@ -91,24 +91,24 @@ def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
             f"taken while the window fills. Received: weight={weight}. Use "
             'micro_reduction="mean".'
         )
-    expected = (
-        "`weight` must be a scalar >= 0: what this micro-batch weighs on this replica, "
-        "such as its rows or tokens."
-    )
+    received = f"Received: weight={weight!r}"
     try:
         scalar = tf.cast(weight, tf.float32)
     except (TypeError, ValueError, tf.errors.OpError) as error:
         raise TypeError(
-            f"{expected} Received: weight={weight!r}. Pass a number."
+            f"`weight` must be a number. {received}. Pass for example the rows of the "
+            "micro-batch."
         ) from error
     if scalar.shape.rank not in (0, None):
         raise ValueError(
-            f"{expected} Received: weight of shape {scalar.shape}. Pass the sum of the "
+            "`weight` must be a scalar: one weight for this micro-batch on this "
+            f"replica. Received: weight of shape {scalar.shape}. Pass the sum of the "
             "rows' weights."
         )
-    known = tf.get_static_value(scalar)  # None in a graph, for a computed one
+    known = tf.get_static_value(scalar)  # None for one that a graph computes
     if known is not None and not (np.isfinite(known) and known >= 0):
         raise ValueError(
-            f"{expected} Received: weight={known}. Pass 0 to leave it out."
+            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
+            f"micro-batch. Received: weight={weight}. Pass 0 to leave it out."
         )
     return scalar

@@ -197,7 +197,8 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
     def _hear_loss_scale_factor(self, value: Any, surrounding: Any) -> None:
         setter = "you" if surrounding is None else type(surrounding).__name__
         raise ValueError(
-            "An AccumulationOptimizer scales its own loss, and must stand outermost. "
-            f"Received: loss_scale_factor={value}, set by {setter}. Pass it "
-            "loss_scale, and put it around other optimizers."
+            "An AccumulationOptimizer scales its own loss, and cannot stand inside "
+            "another optimizer. "
+            f"Received: loss_scale_factor={value}, set by {setter}. Put it outermost, "
+            "and pass it loss_scale."
         )
