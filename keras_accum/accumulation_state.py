@@ -72,7 +72,9 @@ class AccumulationState:
         self._has_stepped = False
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.
-        self.window_state = WindowState(self._strategy, self.reset)
+        self.window_state = WindowState(
+            self._strategy, self.reset, self._reduction.is_running
+        )
         self._window = Window(steps, self.window_state.new_variable)
         if loss_scale is not None:
             loss_scale.build(self.window_state.new_variable)

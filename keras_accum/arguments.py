@@ -52,7 +52,8 @@ def supported_strategy() -> tf.distribute.Strategy:
 def checked_accumulation_steps(accumulation_steps: Any) -> int:
     """An int >= 1; NumPy integers are converted."""
     is_integer = isinstance(accumulation_steps, (int, np.integer))
-    if not is_integer or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
+    is_bool = isinstance(accumulation_steps, bool)
+    if not is_integer or is_bool or not 1 <= accumulation_steps < 2**31:
         raise ValueError(
             "`accumulation_steps` must be an integer >= 1, the number of micro-batches "
             "per update. "
@@ -208,6 +209,18 @@ def check_variables(variables: Sequence[Any], strategy: tf.distribute.Strategy) 
                 f"Received: variable {display_name(variable)!r}, which was not made in "
                 f"the scope of {type(strategy).__name__}. Construct the model and the "
                 "optimizer under one `with strategy.scope():`."
+            )
+
+
+def check_inner_scope(inner_optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Wrapper and inner optimizer are made in the scope of one strategy."""
+    for variable in inner_optimizer.variables:
+        if not strategy.extended.variable_created_in_scope(native(variable)):
+            raise ValueError(
+                "`inner_optimizer` must be constructed under the same strategy as what "
+                f"is put around it. Received: {type(inner_optimizer).__name__} that "
+                f"was not constructed in the scope of {type(strategy).__name__}. "
+                "Construct both under one `with strategy.scope():`."
             )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_accum.arguments import check_strategy
-from keras_accum.known_variables import KnownVariables, display_name
+from keras_accum.known_variables import KnownVariables, display_name, native
 from keras_accum.reduction import Reduction
 
 
@@ -49,6 +49,11 @@ def aligned(
     without: list[str] = []
     seen: set[int] = set()
     for gradient, variable in zip(grads, variables, strict=True):
+        if not isinstance(variable, tf.Variable) and not hasattr(variable, "value"):
+            raise TypeError(
+                "Pairs must hold a gradient and a variable, in this order. "
+                f"Received: variable={variable!r}. Swap them."
+            )
         try:
             index = known.place(variable)
         except KeyError:
@@ -64,6 +69,7 @@ def aligned(
                 f"Received: variable {display_name(variable)!r} twice."
             )
         seen.add(index)
+        _check_shape(gradient, known[index])
         gradients[index] = gradient
         if gradient is None:
             without.append(display_name(variable))
@@ -79,6 +85,20 @@ def aligned(
             stacklevel=3,
         )
     return gradients
+
+
+def _check_shape(gradient: Any, variable: Any) -> None:
+    """Before anything is added: half a micro-batch in the window would be wrong."""
+    if gradient is None:
+        return
+    shape = tf.TensorShape(getattr(gradient, "shape", None) or np.shape(gradient))
+    if not shape.is_compatible_with(native(variable).shape):
+        raise ValueError(
+            "A gradient must have the shape of its variable. "
+            f"Received: gradient of shape {shape} for variable "
+            f"{display_name(variable)!r} of shape {native(variable).shape}. Pass pairs "
+            "of gradient and variable."
+        )
 
 
 def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:

@@ -28,6 +28,7 @@ from keras_accum.reduction import (
     divide_all,
     weighted,
 )
+from keras_accum.window import share_of
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
@@ -56,7 +57,11 @@ class Accumulation(AccumulationState):
                 unknown variable, no gradient at all, or a weight that is negative.
         """
         pairs = list(grads_and_vars)
-        self.apply([g for g, _ in pairs], [v for _, v in pairs], weight=weight)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        if weight is None:  # a subclass may have an `apply` of Keras's signature
+            self.apply(gradients, variables)
+        else:
+            self.apply(gradients, variables, weight=weight)
         return self.iterations
 
     @do_not_convert
@@ -114,6 +119,7 @@ class Accumulation(AccumulationState):
                         variable, self._accumulator_dtype
                     )
                     local[place] = weighted(local[place], weight, dtype)
+            weight = tf.convert_to_tensor(share_of(weight))
         close = functools.partial(self._close_window, given, [], None)
         boundary.merge(close, local, weight)
 
@@ -158,7 +164,8 @@ class Accumulation(AccumulationState):
             has_gradient: On each replica, bool of shape (variables,).
             gradients: On each replica, the local gradients of a window of one; None to
                 read what has been accumulated.
-            weight: On each replica, the weight of a window of one; None means 1.
+            weight: On each replica, its share in the weight of a window of one; None
+                when all weigh 1.
         """
         reduce = functools.partial(self._reduce, indices)
         reduced, is_finite, is_good = boundary.each_replica(reduce, gradients, weight)
@@ -246,8 +253,9 @@ class Accumulation(AccumulationState):
         several workers, on all of them.
         """
         if self.built and self._accumulators is not None:
-            key = ("flush", *self._known_variables.not_frozen())
-            self._from_anywhere(self._flush, key)
+            variables = self._known_variables.not_frozen()
+            if variables:  # of a model that is frozen as a whole the window stays
+                self._from_anywhere(self._flush, ("flush", *variables))
 
     @do_not_convert
     def _flush(self) -> None:

@@ -43,7 +43,9 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
     What the window holds is saved with the model, by all of Keras's formats and by
     `tf.train.Checkpoint`, and taken up again on any number of replicas. As with a
     learning rate, the `accumulation_steps` of a file replace those of the
-    constructor. Under MultiWorkerMirroredStrategy a save in mid-window sums over the
+    constructor. A window with weights that is finished on another number of replicas
+    takes them for rows, which are fewer on each of more replicas; `tf.train.Checkpoint`
+    cannot do that. Under MultiWorkerMirroredStrategy a save in mid-window sums over the
     workers, so all of them must call it.
 
     Args:
@@ -100,6 +102,7 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
     ) -> None:
         arguments.check_backend()
         inner_optimizer = checked_inner_optimizer(inner_optimizer, Accumulation)
+        arguments.check_inner_scope(inner_optimizer, arguments.supported_strategy())
         scale = arguments.resolved_loss_scale(loss_scale)
         super().__init__(inner_optimizer, name=name)  # pyright: ignore[reportCallIssue]
         self._set_up(
@@ -157,6 +160,14 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
         """As the inner optimizer's method: moves its EMA into the model."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
+    def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as by all of Keras's optimizers on TensorFlow.
+
+        Raises:
+            ValueError: Always.
+        """
+        return self.inner_optimizer.stateless_apply(*args, **kwargs)
+
     # What is saved.
 
     def _plain_variables(self) -> list[Any]:
@@ -181,7 +192,9 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
         """The arguments, with a `loss_scale` of None as what it was resolved to."""
         return {
             "name": self.name,
-            "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer),
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
             **self._accumulation_config(),
         }
 
@@ -189,7 +202,7 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """The optimizer that `get_config` described."""
         config = arguments.deserialized(config, custom_objects)
-        inner_optimizer = keras.optimizers.deserialize(
+        inner_optimizer = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner_optimizer, **config)  # pyright: ignore[reportCallIssue]

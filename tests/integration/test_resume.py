@@ -109,7 +109,9 @@ CASES = [
     ("momentum", "checkpoint", "mirrored", "mirrored", "mixin"),
     ("row_weights", "keras", "mirrored", "mirrored", "wrapper"),
     ("row_weights", "weights", "mirrored", "default", "mixin"),
-    ("row_weights", "checkpoint", "default", "mirrored", "wrapper"),
+    ("row_weights", "keras", "default", "mirrored", "wrapper"),
+    # A `tf.train.Checkpoint` cannot turn rows of one replica into rows of two.
+    ("row_weights", "checkpoint", "mirrored", "mirrored", "wrapper"),
     ("row_weights", "weights", "default", "one_device", "wrapper"),
     ("none_gradients", "keras", "mirrored", "default", "wrapper"),
     ("none_gradients", "weights", "default", "mirrored", "wrapper"),
