@@ -9,9 +9,12 @@ that a case ended with.
 """
 
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is easily lost in logs
 
 import keras
 import numpy as np

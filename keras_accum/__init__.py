@@ -4,7 +4,7 @@ from keras_accum import callbacks
 from keras_accum.automatic_loss_scale import AutomaticLossScale
 from keras_accum.loss_scale import DynamicLossScale, ScheduledLossScale
 from keras_accum.mixin import AccumulationMixin
-from keras_accum.optimizer import AccumulationOptimizer
+from keras_accum.wrapper import AccumulationOptimizer
 
 __version__ = "0.1.0"
 

@@ -58,6 +58,7 @@ class AccumulationState:
         on_nonfinite: Any,
     ) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
+        self._most_steps = steps  # that were asked for until the build
         choice = arguments.checked_choice
         self._reduction = Reduction(
             micro=choice("micro_reduction", micro_reduction, MICRO_REDUCTIONS),
@@ -75,7 +76,9 @@ class AccumulationState:
         self._has_stepped = False
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.
-        self.window_state = WindowState(self._strategy, self.reset)
+        self.window_state = WindowState(
+            self._strategy, self.reset, self._reduction.is_running
+        )
         self._window = Window(steps, self.window_state.new_variable)
         self._loss_scale = scale.built(self.window_state.new_variable)
 
@@ -98,7 +101,7 @@ class AccumulationState:
             arguments.check_variables(variables, self._strategy)
             self._build_plain(variables)
             self._known_variables = KnownVariables(variables, self._strategy)
-            self._allocate_accumulators(self.accumulation_steps)
+            self._allocate_accumulators(self._most_steps)
         self.window_state.built = True
         self.built = True
 
@@ -122,22 +125,6 @@ class AccumulationState:
                 self._reduction,
                 self.window_state.new_variable,
             )
-
-    def flush(self) -> None:
-        """Updates now, with what the window holds; nothing at position 0.
-
-        A mean is taken over the micro-batches that are there. Call it from plain
-        Python (a callback), under the strategy's scope, or in replica context; with
-        several workers, on all of them.
-        """
-        if self.built and self._accumulators is not None:
-            key = ("flush", *self._known_variables.not_frozen())
-            self._from_anywhere(self._flush, key)
-
-    @do_not_convert
-    def _flush(self) -> None:
-        none_given = [None] * len(self._known_variables)
-        self._close_if(self._window.is_open(), none_given)
 
     def reset(self) -> None:
         """Drops what the window holds. Called as `flush` is."""
@@ -170,6 +157,7 @@ class AccumulationState:
             arguments.check_not_stepped(self._has_stepped, steps)
             with self._in_scope():
                 self._allocate_accumulators(steps)
+        self._most_steps = max(steps, self._most_steps)
         self._window.request_length(steps)
 
     @property

@@ -17,10 +17,11 @@ DTypeOf = Callable[[Any], tf.DType]
 class Accumulators:
     """One accumulator per variable and replica.
 
-    An accumulator is a variable that is synchronised on read and aggregated by sum:
-    each replica adds to its own copy without any traffic, while a checkpoint sees the
-    sum over the replicas and a restore gives each of them its share. So a window that
-    was saved half full can be finished on another number of replicas.
+    An accumulator is a variable that is synchronised on read: each replica adds to its
+    own copy without any traffic, while a checkpoint sees the sum over the replicas (or
+    the mean, if that is what they are reduced to) and a restore gives each of them its
+    share. So a window that was saved half full can be finished on another number of
+    replicas.
 
     Variables that are overwritten with their gradient (float8 statistics) keep the
     largest value seen instead of a sum, as Keras does.
@@ -46,13 +47,17 @@ class Accumulators:
         # Which variables got a gradient in this window. Equal on all replicas: a
         # gradient is None by the shape of the program, not by its data.
         self._has_gradient = new_variable("has_gradient", shape=(len(variables),))
+        # What is saved must not depend on how many replicas there are: a mean over
+        # them needs no more than their mean.
+        aggregation = "mean" if reduction.replica == "mean" else "sum"
         self._accumulators = [
             new_variable(
                 f"accumulator_{index}",
                 shape=native(variable).shape,
                 dtype=dtype_of(variable).name,
                 synchronization="on_read",
-                aggregation="mean" if is_overwritten(variable) else "sum",
+                aggregation=aggregation,
+                keeps_largest=is_overwritten(variable),
             )
             for index, variable in enumerate(variables)
         ]

@@ -39,9 +39,9 @@ def supported_strategy() -> tf.distribute.Strategy:
         tf.distribute.TPUStrategy,
     )
     if tf.distribute.has_strategy() and not isinstance(strategy, supported):
-        names = ", ".join(each.__name__ for each in supported)
         raise ValueError(
-            f"The strategy must be one of {names}, or none. "
+            "The strategy must be one of OneDeviceStrategy, MirroredStrategy, "
+            "MultiWorkerMirroredStrategy, TPUStrategy, or none. "
             f"Received: strategy={type(strategy).__name__}. A strategy that keeps "
             "variables apart from its replicas has no window to reduce once."
         )
@@ -51,12 +51,13 @@ def supported_strategy() -> tf.distribute.Strategy:
 def checked_accumulation_steps(accumulation_steps: Any) -> int:
     """An int >= 1; NumPy integers are converted."""
     is_integer = isinstance(accumulation_steps, (int, np.integer))
-    if not is_integer or isinstance(accumulation_steps, bool) or accumulation_steps < 1:
+    is_bool = isinstance(accumulation_steps, bool)
+    if not is_integer or is_bool or not 1 <= accumulation_steps < 2**31:
         raise ValueError(
             "`accumulation_steps` must be an integer >= 1, the number of micro-batches "
             "per update. "
             f"Received: accumulation_steps={accumulation_steps!r} "
-            f"(of type {type(accumulation_steps).__name__})."
+            f"(of type {type(accumulation_steps).__name__}). Use 1 for no accumulation."
         )
     return operator.index(accumulation_steps)
 
@@ -86,7 +87,8 @@ def _floating(accumulator_dtype: Any) -> tf.DType:
     expected = (
         "`accumulator_dtype` must be None, a floating dtype, or a callable that takes "
         "a variable and returns a floating dtype. "
-        f"Received: accumulator_dtype={accumulator_dtype!r}"
+        f"Received: accumulator_dtype={accumulator_dtype!r}. None is float32 for "
+        "float16 and bfloat16 variables, else the variable's own."
     )
     try:
         dtype = tf.as_dtype(accumulator_dtype)
@@ -134,14 +136,16 @@ def resolved_loss_scale(loss_scale: Any) -> float | str | LossScale:
     if loss_scale is None:
         policy = keras.mixed_precision.dtype_policy().name
         return "dynamic" if policy == "mixed_float16" else 1.0
-    if isinstance(loss_scale, LossScale) or loss_scale == "dynamic":
+    if isinstance(loss_scale, LossScale):
         return loss_scale
     expected = (
         '`loss_scale` must be None, "dynamic", a finite number > 0, or one of '
         "DynamicLossScale, ScheduledLossScale, AutomaticLossScale. "
-        f"Received: loss_scale={loss_scale!r}"
+        f"Received: loss_scale={loss_scale!r}. Leave it out for the default."
     )
     if isinstance(loss_scale, str):
+        if loss_scale == "dynamic":
+            return loss_scale
         raise ValueError(expected)
     if isinstance(loss_scale, bool) or not isinstance(
         loss_scale, (int, float, np.integer, np.floating)
@@ -229,6 +233,18 @@ def check_variables(variables: Sequence[Any], strategy: tf.distribute.Strategy) 
                 f"Received: variable {display_name(variable)!r}, which was not made in "
                 f"the scope of {type(strategy).__name__}. Construct the model and the "
                 "optimizer under one `with strategy.scope():`."
+            )
+
+
+def check_inner_scope(inner_optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Wrapper and inner optimizer are made in the scope of one strategy."""
+    for variable in inner_optimizer.variables:
+        if not strategy.extended.variable_created_in_scope(native(variable)):
+            raise ValueError(
+                "`inner_optimizer` must be constructed under the same strategy as what "
+                f"is put around it. Received: {type(inner_optimizer).__name__} that "
+                f"was not constructed in the scope of {type(strategy).__name__}. "
+                "Construct both under one `with strategy.scope():`."
             )
 
 

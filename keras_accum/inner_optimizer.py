@@ -113,7 +113,7 @@ def check_may_surround(surrounding: Any) -> None:
     if is_multi_optimizer(surrounding):
         raise ValueError(
             "An accumulating optimizer cannot stand inside a MultiOptimizer, which "
-            "counts every call as an update. Put keras_accum.AccumulationOptimizer "
-            "around the MultiOptimizer. "
-            f"Received: optimizer inside {type(surrounding).__name__}"
+            "counts every call as an update. Received: an accumulating optimizer "
+            f"inside {type(surrounding).__name__}. Put "
+            "keras_accum.AccumulationOptimizer around the MultiOptimizer."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_accum.arguments import check_strategy
-from keras_accum.known_variables import KnownVariables, display_name
+from keras_accum.known_variables import KnownVariables, display_name, native
 from keras_accum.reduction import Reduction
 
 
@@ -50,6 +49,11 @@ def aligned(
     without: list[str] = []
     seen: set[int] = set()
     for gradient, variable in zip(grads, variables, strict=True):
+        if not isinstance(variable, tf.Variable) and not hasattr(variable, "value"):
+            raise TypeError(
+                "Pairs must hold a gradient and a variable, in this order. "
+                f"Received: variable={variable!r}. Swap them."
+            )
         try:
             index = known.place(variable)
         except KeyError:
@@ -65,6 +69,7 @@ def aligned(
                 f"Received: variable {display_name(variable)!r} twice."
             )
         seen.add(index)
+        _check_shape(gradient, known[index])
         gradients[index] = gradient
         if gradient is None:
             without.append(display_name(variable))
@@ -82,6 +87,20 @@ def aligned(
     return gradients
 
 
+def _check_shape(gradient: Any, variable: Any) -> None:
+    """Before anything is added: half a micro-batch in the window would be wrong."""
+    if gradient is None:
+        return
+    shape = tf.TensorShape(getattr(gradient, "shape", None) or np.shape(gradient))
+    if not shape.is_compatible_with(native(variable).shape):
+        raise ValueError(
+            "A gradient must have the shape of its variable. "
+            f"Received: gradient of shape {shape} for variable "
+            f"{display_name(variable)!r} of shape {native(variable).shape}. Pass pairs "
+            "of gradient and variable."
+        )
+
+
 def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
     """The weight of a micro-batch as a float32 scalar; None stands for 1."""
     if weight is None:
@@ -92,17 +111,24 @@ def checked_weight(weight: Any, reduction: Reduction) -> tf.Tensor | None:
             f"taken while the window fills. Received: weight={weight}. Use "
             'micro_reduction="mean".'
         )
-    is_number = isinstance(weight, (int, float, np.number))
-    if is_number and not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(
-            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
-            f"micro-batch. Received: weight={weight}"
-        )
-    weight = tf.cast(weight, tf.float32)
-    if weight.shape.rank not in (0, None):
+    received = f"Received: weight={weight!r}"
+    try:
+        scalar = tf.cast(weight, tf.float32)
+    except (TypeError, ValueError, tf.errors.OpError) as error:
+        raise TypeError(
+            f"`weight` must be a number. {received}. Pass for example the rows of the "
+            "micro-batch."
+        ) from error
+    if scalar.shape.rank not in (0, None):
         raise ValueError(
             "`weight` must be a scalar: one weight for this micro-batch on this "
-            f"replica. Received: weight of shape {weight.shape}. Pass the sum of the "
+            f"replica. Received: weight of shape {scalar.shape}. Pass the sum of the "
             "rows' weights."
         )
-    return weight
+    known = tf.get_static_value(scalar)  # None for one that a graph computes
+    if known is not None and not (np.isfinite(known) and known >= 0):
+        raise ValueError(
+            "`weight` must be a finite number >= 0, such as the rows or tokens of the "
+            f"micro-batch. Received: weight={weight}. Pass 0 to leave it out."
+        )
+    return scalar

@@ -2,37 +2,32 @@
 
 Read `Accumulation` from top to bottom: a gradient enters at `apply_gradients`, is
 added to an accumulator, and at the boundary of a window is reduced, checked and handed
-to the plain optimizer: here the one inside, in `mixin.py` the class's own bases.
+to the plain optimizer: the one that `wrapper.py` has inside, or the class that
+`mixin.py` stands before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_accum import arguments, boundary, micro_batch, nonfinite
 from keras_accum.absent_gradients import passed_by
 from keras_accum.accumulation_state import AccumulationState
-from keras_accum.already_reduced import gradients_are_reduced
 from keras_accum.average_overwrite import overwritten_with_average
 from keras_accum.inner_optimizer import (
-    check_neither_accumulates_nor_scales,
-    checked_inner_optimizer,
     is_multi_optimizer,
 )
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.loss_scale import LossScale
 from keras_accum.reduction import (
     combine_over_replicas,
     divide_all,
     weighted,
 )
-from keras_accum.wrapping import Wrapping
+from keras_accum.window import share_of
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
@@ -61,7 +56,11 @@ class Accumulation(AccumulationState):
                 unknown variable, no gradient at all, or a weight that is negative.
         """
         pairs = list(grads_and_vars)
-        self.apply([g for g, _ in pairs], [v for _, v in pairs], weight=weight)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        if weight is None:  # a subclass may have an `apply` of Keras's signature
+            self.apply(gradients, variables)
+        else:
+            self.apply(gradients, variables, weight=weight)
         return self.iterations
 
     @do_not_convert
@@ -122,6 +121,7 @@ class Accumulation(AccumulationState):
                         variable, self._accumulator_dtype
                     )
                     local[place] = weighted(local[place], weight, dtype)
+            weight = tf.convert_to_tensor(share_of(weight))
         close = functools.partial(self._close_window, given, [], None)
         boundary.merge(close, local, weight)
 
@@ -133,7 +133,8 @@ class Accumulation(AccumulationState):
             gradients: This micro step's. Where one is None, whether its variable got
                 one earlier in the window is known only at run time.
         """
-        indices = self._known_variables.not_frozen()
+        given = [index for index, g in enumerate(gradients) if g is not None]
+        indices = sorted({*self._known_variables.not_frozen(), *given})
         has_gradient = self._accumulators.has_gradient()
         if is_multi_optimizer(self._plain()):  # which wants all that it was built for
             is_frozen = [i not in indices for i in range(len(self._known_variables))]
@@ -165,7 +166,8 @@ class Accumulation(AccumulationState):
             has_gradient: On each replica, bool of shape (variables,).
             gradients: On each replica, the local gradients of a window of one; None to
                 read what has been accumulated.
-            weight: On each replica, the weight of a window of one; None means 1.
+            weight: On each replica, its share in the weight of a window of one; None
+                when all weigh 1.
         """
         reduce = functools.partial(self._reduce, indices)
         reduced, verdict = boundary.each_replica(reduce, gradients, weight)
@@ -234,6 +236,7 @@ class Accumulation(AccumulationState):
                 gradients[place] = tf.where(
                     has_gradient[index], reduced[place], native(variable)
                 )
+        # The wrapper's is `inner_optimizer.apply`, the mixin's `super().apply`.
         self._apply_plain(gradients, variables)
         self._window.record_update()
 
@@ -247,105 +250,21 @@ class Accumulation(AccumulationState):
         self._window.restart(verdict.get("bad_micro_batches", 0.0))
         self._loss_scale.close_window(verdict, tf.convert_to_tensor(self.iterations))
 
+    # Between micro steps.
 
-@keras.saving.register_keras_serializable(package="keras_accum")
-class AccumulationOptimizer(
-    Wrapping, Accumulation, keras.optimizers.LossScaleOptimizer
-):
-    """Wraps a Keras optimizer so that N micro-batches train as one large batch.
+    def flush(self) -> None:
+        """Updates now, with what the window holds; nothing at position 0.
 
-    Gradients are added up where they arise, reduced over the replicas once per
-    window, divided, unscaled, checked, and handed once to the inner optimizer, which
-    clips, decays, moves its average and counts as if it had seen one large batch.
+        A mean is taken over the micro-batches that are there. Call it from plain
+        Python (a callback), under the strategy's scope, or in replica context; with
+        several workers, on all of them.
+        """
+        if self.built and self._accumulators is not None:
+            variables = self._known_variables.not_frozen()
+            if variables:  # of a model that is frozen as a whole the window stays
+                self._from_anywhere(self._flush, ("flush", *variables))
 
-    It is a `keras.optimizers.LossScaleOptimizer` for one reason: `compile` then sees
-    that it scales its own loss, and puts no other one around it.
-
-    What the window holds is saved with the model, by all of Keras's formats and by
-    `tf.train.Checkpoint`, and taken up again on any number of replicas. As with a
-    learning rate, the `accumulation_steps` of a file replace those of the
-    constructor. Under MultiWorkerMirroredStrategy a save in mid-window sums over the
-    workers, so all of them must call it.
-
-    Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, `MultiOptimizer` included,
-            that neither accumulates nor scales the loss by itself.
-        accumulation_steps: Micro steps per update, an int >= 1. Windows of one need
-            and have no accumulators.
-        micro_reduction: How the gradients of a window combine. `"mean"`: their
-            weighted mean. `"sum"`: their weighted sum. `"running_mean"`: the mean,
-            kept while the window fills, so that a float16 accumulator cannot overflow
-            by the length of the window; takes no weights.
-        replica_reduction: How they combine over replicas. `"sum"` is right for losses
-            that carry 1/R already, as Keras's do in `fit`; else `"mean"`.
-        accumulator_dtype: What gradients are added up in: a floating dtype, or a
-            callable from variable to dtype. None is float32 for float16 and bfloat16
-            variables, else the variable's own. The inner optimizer receives the
-            variable's dtype, or a wider one that was chosen here.
-        loss_scale: None, `"dynamic"`, a finite number > 0, or a `DynamicLossScale`,
-            `ScheduledLossScale` or `AutomaticLossScale`. None is dynamic under a
-            `mixed_float16` policy, else no scale; 1.0 is never one.
-        on_nonfinite: What becomes of an infinity or a NaN. `"skip_window"`: a window
-            whose reduced gradient holds one makes no update on any replica, and is
-            counted in `skipped_windows`. `"skip_micro_batch"`: a micro-batch that
-            holds one leaves the window and its divisor, on the replica where it was,
-            and is counted in `skipped_micro_batches`; costs a pass over each
-            micro-gradient. `"propagate"`: it reaches the variables.
-        name: Of the optimizer.
-
-    Raises:
-        TypeError: The inner optimizer is none, or an argument's type is wrong.
-        ValueError: An argument's value is wrong; the inner optimizer accumulates or
-            scales; a strategy that is not supported.
-
-    Example:
-
-    >>> optimizer = keras_accum.AccumulationOptimizer(
-    ...     keras.optimizers.SGD(1.0), accumulation_steps=2)
-    >>> variable = keras.Variable([1.0, 2.0])
-    >>> for gradient in ([1.0, 1.0], [3.0, 1.0]):
-    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
-    ...     print(variable.numpy(), int(optimizer.position), int(optimizer.iterations))
-    [1. 2.] 1 0
-    [-1.  1.] 0 1
-    """
-
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        accumulation_steps: int,
-        *,
-        micro_reduction: str = "mean",
-        replica_reduction: str = "sum",
-        accumulator_dtype: arguments.AccumulatorDType = None,
-        loss_scale: float | str | LossScale | None = None,
-        on_nonfinite: str = "skip_window",
-        name: str | None = None,
-    ) -> None:
-        arguments.check_backend()
-        inner_optimizer = checked_inner_optimizer(inner_optimizer, Accumulation)
-        scale = arguments.resolved_loss_scale(loss_scale)
-        super().__init__(inner_optimizer, name=name)  # pyright: ignore[reportCallIssue]
-        self._set_up(
-            accumulation_steps,
-            micro_reduction,
-            replica_reduction,
-            accumulator_dtype,
-            scale,
-            on_nonfinite,
-        )
-
-    def _plain(self) -> Any:
-        return self.inner_optimizer
-
-    def _build_plain(self, variables: list[Any]) -> None:
-        self.inner_optimizer.build(variables)
-        check_neither_accumulates_nor_scales(self.inner_optimizer, Accumulation)
-
-    def _apply_plain(self, gradients: list[Any], variables: list[Any]) -> None:
-        if is_multi_optimizer(self.inner_optimizer):
-            gradients, variables = self._known_variables.padded(gradients, variables)
-        self.inner_optimizer.apply(gradients, variables)
-
-    def _reduced_gradients(self) -> contextlib.AbstractContextManager:
-        return gradients_are_reduced(self.inner_optimizer)
+    @do_not_convert
+    def _flush(self) -> None:
+        none_given = [None] * len(self._known_variables)
+        self._close_if(self._window.is_open(), none_given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -48,7 +49,7 @@ def combine_over_replicas(
     """Combines local gradients and riders over the replicas, in one batched call.
 
     Runs in replica context. On one replica nothing is copied and no collective is
-    made.
+    made. A batch holds one dtype, so that gradients of several take a call for each.
 
     Args:
         gradients: This replica's.
@@ -62,18 +63,42 @@ def combine_over_replicas(
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(gradients), dict(riders)
-    combined = list(gradients)
+    combined = [_as_gradient(gradient) for gradient in gradients]
     summed = [i for i, is_maximum in enumerate(takes_maximum) if not is_maximum]
-    addends = [*(gradients[i] for i in summed), *riders.values()]
-    totals = context.all_reduce(tf.distribute.ReduceOp.SUM, addends) if addends else []
+    addends = [combined[i] for i in summed]
+    # Riders go with the gradients, if these can hold a count.
+    dtypes = {addend.dtype for addend in addends}
+    is_wide = tf.float64 in dtypes and tf.float32 not in dtypes
+    rider_dtype = tf.float64 if is_wide else tf.float32
+    addends += [tf.cast(rider, rider_dtype) for rider in riders.values()]
+    totals = _all_reduce(addends)
     for i, total in zip(summed, totals, strict=False):
         combined[i] = total
     for i, is_maximum in enumerate(takes_maximum):
         if is_maximum:
-            local = tf.convert_to_tensor(gradients[i])
+            local = tf.convert_to_tensor(combined[i])
             each = context.all_gather(local[tf.newaxis], axis=0)
             combined[i] = tf.reduce_max(each, axis=0)
-    return combined, dict(zip(riders, totals[len(summed) :], strict=True))
+    of_riders = [tf.cast(total, tf.float32) for total in totals[len(summed) :]]
+    return combined, dict(zip(riders, of_riders, strict=True))
+
+
+def _as_gradient(gradient: Any) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.convert_to_tensor(gradient)
+
+
+def _all_reduce(values: Sequence[Gradient]) -> list[Any]:
+    context = tf.distribute.get_replica_context()
+    totals: list[Any] = [None] * len(values)
+    for dtype in sorted({value.dtype for value in values}, key=lambda each: each.name):
+        of_dtype = [i for i, value in enumerate(values) if value.dtype == dtype]
+        batch = [values[i] for i in of_dtype]
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, batch)
+        for i, total in zip(of_dtype, reduced, strict=True):
+            totals[i] = total
+    return totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +132,15 @@ class Reduction:
         """What the sum over replicas is divided by; None when by nothing.
 
         Args:
-            total_weight: float32 scalar, the sum of W[r]; None when every micro-batch
-                in a window of one weighs 1.
+            total_weight: float32 scalar, sum(W) / R; None when every micro-batch in a
+                window of one weighs 1.
         """
         replicas = tf.distribute.get_replica_context().num_replicas_in_sync
         is_mean = self.replica == "mean"
         if self.micro == "mean" and total_weight is not None:
-            return total_weight if is_mean else total_weight / replicas
+            # A window of no weight holds zeros, and no NaN is to come of them.
+            total_weight = tf.where(total_weight > 0, total_weight, 1.0)
+            return total_weight * replicas if is_mean else total_weight
         return float(replicas) if is_mean and replicas > 1 else None
 
 

@@ -38,6 +38,7 @@ class Window:
         self.skipped_windows = new_variable("skipped_windows")
         self.skipped_micro_batches = new_variable("skipped_micro_batches")
         self.last_window_updated = new_variable("last_window_updated")
+        self.is_weighted = new_variable("is_weighted")
         self.weight = new_variable(
             "weight", dtype="float32", synchronization="on_read", aggregation="sum"
         )
@@ -49,8 +50,10 @@ class Window:
         )
 
     def advance(self, weight: tf.Tensor | None) -> None:
-        """Takes one micro step; `weight` is a float32 scalar, None means 1."""
-        self.weight.assign_add(1.0 if weight is None else weight)
+        """Takes one micro step of a weight, as `share_of` takes it."""
+        if weight is not None:
+            self.is_weighted.assign(1)
+        self.weight.assign_add(share_of(weight))
         self.position.assign_add(1)
 
     def is_full(self) -> tf.Tensor:
@@ -96,6 +99,7 @@ class Window:
         self.skipped_micro_batches.assign_add(tf.cast(bad_micro_batches, tf.int32))
         self.bad_micro_batches.assign(0.0)
         self.position.assign(0)
+        self.is_weighted.assign(0)
         self.weight.assign(0.0)
         self.length.assign(self.next_length.read_value())
 
@@ -103,3 +107,17 @@ class Window:
         """Sets the length of the next window: the present one if it is still empty."""
         self.next_length.assign(length)
         self.length.assign(tf.where(self.is_open(), self.length.read_value(), length))
+
+
+def share_of(weight: tf.Tensor | None) -> tf.Tensor | float:
+    """A replica's share in the weight of a micro step; runs in replica context.
+
+    The shares add up to the mean over the replicas, which is 1 without weights. So the
+    weight of a window that was saved half full says nothing of how many replicas there
+    were, and the window can be finished on another number.
+
+    Args:
+        weight: float32 scalar; None means 1.
+    """
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    return (1.0 if weight is None else weight) / replicas

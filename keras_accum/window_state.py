@@ -28,15 +28,21 @@ class WindowState(keras.layers.Layer):
     Args:
         strategy: Owns the variables.
         reset: Empties the window; called when a file holds none.
+        is_running_mean: Whether the accumulators hold means, not sums.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, reset: Callable[[], None]
+        self,
+        strategy: tf.distribute.Strategy,
+        reset: Callable[[], None],
+        is_running_mean: bool,
     ) -> None:
         super().__init__(name="window_state")
         self._strategy = strategy
         self._reset = reset
+        self._is_running_mean = is_running_mean
         self._names: list[str] = []
+        self._largest: set[str] = set()
 
     def new_variable(
         self,
@@ -47,8 +53,12 @@ class WindowState(keras.layers.Layer):
         initial: float = 0,
         synchronization: str = "auto",
         aggregation: str = "none",
+        keeps_largest: bool = False,
     ) -> tf.Variable:
-        """Makes a variable that is saved and restored; returns the `tf.Variable`."""
+        """Makes a variable that is saved and restored; returns the `tf.Variable`.
+
+        With `keeps_largest`, the largest of its copies is saved.
+        """
         variable = keras.Variable(
             keras.initializers.Constant(initial),
             shape=shape,
@@ -59,6 +69,8 @@ class WindowState(keras.layers.Layer):
             name=name,
         )
         self._names.append(name)
+        if keeps_largest:
+            self._largest.add(name)
         setattr(self, name, variable)
         return variable.value
 
@@ -75,14 +87,14 @@ class WindowState(keras.layers.Layer):
     def save_own_variables(self, store: Any) -> None:
         """Writes what a resumed training needs, whatever the number of replicas."""
         for name in self._names:
-            store[name] = self._total(getattr(self, name))
-
-    def _total(self, variable: keras.Variable) -> np.ndarray:
-        if variable.synchronization == "on_read" and variable.aggregation == "mean":
-            # The largest value seen, of variables overwritten with their gradient.
-            copies = self._strategy.experimental_local_results(variable.value)
-            return np.max([copy.numpy() for copy in copies], axis=0)
-        return variable.numpy()
+            variable = getattr(self, name)
+            if name in self._largest:
+                copies = self._strategy.experimental_local_results(variable.value)
+                store[name] = np.max([copy.numpy() for copy in copies], axis=0)
+            else:
+                store[name] = variable.numpy()
+        store["is_running_mean"] = np.asarray(int(self._is_running_mean))
+        store["replicas"] = np.asarray(self._strategy.num_replicas_in_sync)
 
     def load_own_variables(self, store: Any) -> None:
         """Takes up the window that was saved; an empty store is an empty window."""
@@ -95,9 +107,14 @@ class WindowState(keras.layers.Layer):
         self._check(saved, store)
         constructed_with = int(self.next_length.numpy())
         self._reset()  # a file of windows of one has no accumulators to assign
+        factor = self._rows_factor(store)
         for name in self._names:
             if name in saved and (self.has_accumulators or name not in LENGTHS):
-                getattr(self, name).assign(store[name])
+                variable, value = getattr(self, name), np.asarray(store[name])
+                is_local = variable.synchronization == "on_read"
+                if is_local and name not in self._largest:
+                    value = (value * factor).astype(value.dtype)
+                variable.assign(value)
         restored = int(self.next_length.numpy())
         if restored != constructed_with:
             logging.warning(
@@ -107,6 +124,17 @@ class WindowState(keras.layers.Layer):
                 restored,
                 constructed_with,
             )
+
+    def _rows_factor(self, store: Any) -> float:
+        """What sums are multiplied by, so that weights mean the same as before.
+
+        A replica's weight is its rows, and of the same rows each of more replicas has
+        fewer. Without weights a micro step weighs 1 on any number of them.
+        """
+        if not int(np.asarray(store["is_weighted"])):
+            return 1.0
+        saved_on = int(np.asarray(store["replicas"]))
+        return saved_on / self._strategy.num_replicas_in_sync
 
     def _check(self, saved: set[str], store: Any) -> None:
         in_file = sum(name.startswith("accumulator_") for name in saved)
@@ -118,9 +146,27 @@ class WindowState(keras.layers.Layer):
                 f"optimizer. Received: {in_file} saved accumulators for {here} "
                 "variables. Load it into an optimizer of the model that was saved."
             )
-        if position > 0 and not here:
+        if position == 0:
+            return
+        if not here:
             raise ValueError(
                 "The saved window is open, and an optimizer with accumulation_steps=1 "
                 f"cannot finish it. Received: position={position}. Construct the "
                 "optimizer with the accumulation_steps it was saved with."
+            )
+        scale = float(np.asarray(store["loss_scale"])) if "loss_scale" in saved else 1.0
+        has_scale = "loss_scale" in self._names
+        if has_scale != ("loss_scale" in saved):
+            raise ValueError(
+                "The saved window is open, and must be finished with a loss scale if "
+                f"it was begun with one, without if not. Received: loss_scale={scale} "
+                "in the file. Construct the optimizer with the loss_scale it was "
+                "saved with."
+            )
+        if bool(np.asarray(store["is_running_mean"])) != self._is_running_mean:
+            raise ValueError(
+                "The saved window is open, and a running mean cannot be finished as a "
+                "sum, nor a sum as a running mean. Received: a file with another "
+                "micro_reduction. Construct the optimizer with the one it was saved "
+                "with."
             )

@@ -22,4 +22,4 @@ def _fresh_keras():
     keras.mixed_precision.set_dtype_policy("float32")
     yield
     keras.mixed_precision.set_dtype_policy("float32")
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # collecting garbage is slow

@@ -12,6 +12,7 @@ def new_variable(
     initial=0,
     synchronization="auto",
     aggregation="none",
+    keeps_largest=False,
 ):
     """A variable as `Window` and its kin ask for it."""
     return tf.Variable(

@@ -22,9 +22,8 @@ LAYERS = (
     },
     {"arguments", "automatic_loss_scale", "inner_optimizer", "window_state"},
     {"micro_batch", "accumulation_state"},
-    {"wrapping"},
     {"optimizer"},
-    {"mixin", "callbacks.loss_scale_scheduler"},
+    {"mixin", "wrapper", "callbacks.loss_scale_scheduler"},
     {"callbacks.__init__"},
     {"__init__"},
 )

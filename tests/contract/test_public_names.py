@@ -51,6 +51,7 @@ DELEGATED = {
     "iterations",
     "learning_rate",
     "optimizers",
+    "stateless_apply",
     "use_ema",
     "weight_decay",
 }

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 import keras_accum
 from tests import micro_steps, registry, tolerances, training
-from tests.micro_steps import PLACES, MicroSteps
+from tests.micro_steps import PLACES, MicroSteps, spread
 
 FLOAT32 = tolerances.BY_DTYPE["float32"]
 STEPS, NUM_UPDATES = 3, 4
@@ -71,17 +71,14 @@ class KerasTest(parameterized.TestCase):
     @parameterized.parameters(
         ("default", "wrapper", "fit", {}),
         ("default", "mixin", "fit", {"steps_per_execution": 3}),
-        ("default", "wrapper", "fit", {"steps_per_execution": 3}),
         ("default", "wrapper", "fit", {"steps_per_execution": 3, "jit_compile": True}),
         ("default", "wrapper", "train_on_batch", {}),
         ("default", "mixin", "train_on_batch", {"run_eagerly": True}),
         ("default", "wrapper", "train_on_batch", {"jit_compile": True}),
         ("default", "mixin", "train_step", {"jit_compile": True}),
         ("default", "wrapper", "train_step", {"run_eagerly": True}),
-        ("default", "wrapper", "train_step", {"steps_per_execution": 3}),
         ("mirrored", "mixin", "fit", {}),
         ("mirrored", "wrapper", "train_on_batch", {}),
-        ("mirrored", "mixin", "train_on_batch", {"run_eagerly": True}),
         ("mirrored", "wrapper", "train_step", {}),
         ("mirrored", "mixin", "train_step", {"run_eagerly": True}),
     )
@@ -122,20 +119,18 @@ def assert_equals_plain(variables, taken):
 class LoopTest(parameterized.TestCase):
     """The ways of a training loop of one's own."""
 
-    @parameterized.product(
-        place=PLACES,
-        case=[
-            ("wrapper", "apply", True),
+    @parameterized.parameters(
+        *spread(
             ("wrapper", "apply_gradients", False),
+            ("wrapper", "apply", True),
             ("mixin", "apply", False),
             ("mixin", "apply_gradients", True),
-        ],
+        )
     )
-    def test_equals_the_large_batch(self, place, case):
+    def test_equals_the_large_batch(self, name, mode, case):
         """Not built, it is built by its first call, inside `strategy.run`."""
-        strategy, mode = place
         surface, method, is_built = case
-        strategy = registry.STRATEGIES[strategy]()
+        strategy = registry.STRATEGIES[name]()
         with strategy.scope():
             variables = [keras.Variable(value) for value in VALUES]
             optimizer = SURFACES[surface](STEPS)
@@ -155,7 +150,7 @@ class LoopTest(parameterized.TestCase):
 
         if mode != "eager":
             micro_step = tf.function(micro_step, jit_compile=mode == "xla")
-        taken = micro_steps.random_gradients(SHAPES, place[0], 2 * STEPS)
+        taken = micro_steps.random_gradients(SHAPES, name, 2 * STEPS)
         for gradients in taken:
             micro_step([tf.constant(g) for g in gradients])
         assert_equals_plain(variables, taken)

@@ -44,6 +44,13 @@ def gradients_of_both_forms(strategy, num_micro_steps):
     return taken
 
 
+class Doubles(keras.constraints.Constraint):
+    """No projection: it shows how often it is applied."""
+
+    def __call__(self, value):
+        return 2.0 * value
+
+
 class GradientsTest(parameterized.TestCase):
     def assert_equals_plain(self, steps_taken, windows, **reductions):
         updates = [
@@ -132,12 +139,9 @@ class GradientsTest(parameterized.TestCase):
 
     @parameterized.parameters(*PLACES)
     def test_constraints_apply_once_per_update(self, strategy, mode):
-        def doubled(value):  # unlike a projection, it shows how often it is applied
-            return 2.0 * value
-
         def constrained():
             variable = keras.Variable([1.0, -2.0, 3.0])
-            variable.constraint = doubled
+            variable.constraint = Doubles()
             return variable
 
         step = MicroSteps(strategy, accumulating(2), [constrained], mode)

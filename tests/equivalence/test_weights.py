@@ -18,7 +18,7 @@ VALUES = [np.full(SHAPE, 0.5, "float32")]
 
 
 def momentum():
-    return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0)
+    return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def accumulating(steps, **arguments):

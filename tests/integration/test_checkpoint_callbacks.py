@@ -91,18 +91,23 @@ class InterruptedTest(saving.TestCase):
         # Keras takes the epoch from its start again: five more micro-batches.
         self.assert_same(model, [(0, 1), (2, 0), (1, 2), (3, 4)], position=0)
 
-    @parameterized.parameters("default", "mirrored")
-    def test_backup_between_epochs(self, strategy):
+    def test_backup_between_epochs(self):
         def backup():
             return keras.callbacks.BackupAndRestore(self.path("backup"))
 
-        model = self.model(strategy, "wrapper")
+        model = self.model("default", "wrapper")
         with self.assertRaises(InterruptedError):
             self.fit(model, [backup(), Interrupt(1, 2)], epochs=3)
-        model = self.model(strategy, "wrapper", seed=7)
+        model = self.model("default", "wrapper", seed=7)
         self.fit(model, [backup()], epochs=3)
         windows = [(0, 1), (2, 3), (4, 0), (1, 2), (3, 4), (0, 1), (2, 3)]
         self.assert_same(model, windows, position=1)
+
+    def test_a_build_in_the_default_strategy_is_one_in_the_optimizers(self):
+        model = self.model("mirrored", "mixin")
+        model.optimizer.build(model.trainable_variables)
+        self.fit(model, [])
+        self.assert_same(model, [(0, 1), (2, 3)], position=1)
 
     @parameterized.parameters(("default", ".weights.h5"), ("mirrored", ".keras"))
     def test_checkpoints_in_mid_epoch(self, strategy, kind):
@@ -126,10 +131,10 @@ class InterruptedTest(saving.TestCase):
 
     def test_checkpoints_of_each_epoch(self):
         checkpoint = keras.callbacks.ModelCheckpoint(self.path("{epoch}.keras"))
-        model = self.model("mirrored", "wrapper")
+        model = self.model("default", "wrapper")
         self.fit(model, [checkpoint], epochs=2)
         windows = [(0, 1), (2, 3), (4, 0), (1, 2), (3, 4)]
         for epoch, num_updates, position in ((1, 2, 1), (2, 5, 0)):
-            with registry.STRATEGIES["mirrored"]().scope():
+            with registry.STRATEGIES["default"]().scope():
                 saved = keras.saving.load_model(self.path(f"{epoch}.keras"))
             self.assert_same(saved, windows[:num_updates], position)

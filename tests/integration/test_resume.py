@@ -16,7 +16,6 @@ from tests import tolerances, training
 from tests.integration import saving, stepping
 
 STEPS = 3  # per window
-NUM_STEPS = 9
 SAVED_AT = range(STEPS, 2 * STEPS)  # every position, with momentum from a window before
 
 
@@ -25,7 +24,7 @@ class Scenario:
     """A training: what its steps are like, and what they must come to."""
 
     options: tuple = ()  # of the plain optimizer
-    lengths: tuple = (STEPS, STEPS, STEPS)  # of the windows
+    lengths: tuple = (STEPS, STEPS)  # of the windows
     is_weighted: bool = False
     has_none: bool = False
     has_new_length: bool = False  # asked for in the middle of the second window
@@ -87,7 +86,7 @@ class Scenario:
 SCENARIOS = {
     "momentum": Scenario(),
     "row_weights": Scenario(is_weighted=True),
-    "none_gradients": Scenario(has_none=True),
+    "none_gradients": Scenario(lengths=(3, 3, 3), has_none=True),
     "ema": Scenario(options=(("use_ema", True), ("ema_momentum", 0.5))),
     "new_length": Scenario(lengths=(3, 3, 2), has_new_length=True),
 }
@@ -108,7 +107,9 @@ CASES = [
     ("momentum", "checkpoint", "mirrored", "mirrored", "mixin"),
     ("row_weights", "keras", "mirrored", "mirrored", "wrapper"),
     ("row_weights", "weights", "mirrored", "default", "mixin"),
-    ("row_weights", "checkpoint", "default", "mirrored", "wrapper"),
+    ("row_weights", "keras", "default", "mirrored", "wrapper"),
+    # A `tf.train.Checkpoint` cannot turn rows of one replica into rows of two.
+    ("row_weights", "checkpoint", "mirrored", "mirrored", "wrapper"),
     ("row_weights", "weights", "default", "one_device", "wrapper"),
     ("none_gradients", "keras", "mirrored", "default", "wrapper"),
     ("none_gradients", "weights", "default", "mirrored", "wrapper"),
@@ -256,8 +257,10 @@ class OtherOptimizerTest(saving.TestCase):
             model.variables, expected.variables, tolerances.BY_DTYPE["float32"]
         )
 
-    @parameterized.parameters("number", "shape")
-    def test_the_accumulators_of_another_model_are_refused(self, difference):
+    @parameterized.parameters(
+        ([], "2 saved accumulators for 4 variables"), ([1], "[Ss]hape")
+    )
+    def test_the_accumulators_of_another_model_are_refused(self, frozen, message):
         def model(frozen):
             model = keras.Sequential(
                 [keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(4)]
@@ -270,6 +273,6 @@ class OtherOptimizerTest(saving.TestCase):
             return model
 
         path = saving.save(model(frozen=[0]), self.path("saved.weights.h5"))
-        other = model(frozen=[] if difference == "number" else [1])
-        with self.assertRaisesRegex(ValueError, "accumulator|shape"):
+        other = model(frozen)
+        with self.assertRaisesRegex(ValueError, message):
             other.load_weights(path)

@@ -51,6 +51,12 @@ def linear(cls=keras.Sequential):
     return cls([keras.Input((1,)), dense])
 
 
+def outcome(variables, accumulating):
+    """The weight, and the number of updates: in vector 45 it ends where it began."""
+    updates = training.numbers(accumulating.iterations).item()
+    return training.numbers(variables[0]).item(), updates
+
+
 def by_hand(strategy, learning_rate, micro_batches, own_mean):
     """A training loop of its own: each replica takes the rows that are its own.
 
@@ -85,7 +91,7 @@ def by_hand(strategy, learning_rate, micro_batches, own_mean):
 
     for micro_batch in micro_batches:
         micro_step(*map(tf.constant, micro_batch))
-    return training.numbers(variables[0]).item()
+    return outcome(variables, accumulating)
 
 
 def under_fit(strategy, learning_rate, micro_batches, loss):
@@ -96,7 +102,7 @@ def under_fit(strategy, learning_rate, micro_batches, loss):
     batch_size = 2 if weights else 4
     dataset = tf.data.Dataset.from_tensor_slices((x, y, *weights))
     model.fit(dataset.batch(batch_size), verbose=0, shuffle=False)
-    return training.numbers(model.trainable_variables[0]).item()
+    return outcome(model.trainable_variables, model.optimizer)
 
 
 class WeightsTest(parameterized.TestCase):
@@ -110,15 +116,17 @@ class WeightsTest(parameterized.TestCase):
             return tf.reduce_sum(errors * weights) / tf.reduce_sum(weights)
 
         micro_batches = [(x, y[k], weights[k]) for k in range(2)]
-        weight = by_hand(strategy, 0.1, micro_batches, own_mean)
+        weight, updates = by_hand(strategy, 0.1, micro_batches, own_mean)
         np.testing.assert_allclose(weight, 1.0, rtol=FLOAT32.rtol)
+        self.assertEqual(updates, 1)
 
     @parameterized.parameters("default", "mirrored")
     def test_vector_45_from_a_train_step(self, strategy):
         rows = column([1.0] * 4), column([0.0, 0.0, 3.0, 3.0]), np.array([1.0, 1, 1, 0])
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        weight = under_fit(strategy, 0.1, rows, loss)
+        weight, updates = under_fit(strategy, 0.1, rows, loss)
         np.testing.assert_allclose(weight, 1.0, rtol=FLOAT32.rtol)
+        self.assertEqual(updates, 1)
 
     @parameterized.parameters("default", "mirrored")
     def test_vector_46_from_a_loop_of_ones_own(self, strategy):
@@ -130,11 +138,13 @@ class WeightsTest(parameterized.TestCase):
         def own_mean(errors, weights):
             return tf.reduce_mean(errors)  # of no row on the second replica: 0/0
 
-        weight = by_hand(strategy, 0.001, micro_batches, own_mean)
+        weight, updates = by_hand(strategy, 0.001, micro_batches, own_mean)
         np.testing.assert_allclose(weight, 0.948, rtol=FLOAT32.rtol)
+        self.assertEqual(updates, 1)
 
     @parameterized.parameters("default", "mirrored")
     def test_vector_46_from_a_train_step(self, strategy):
         x = column([1.0, 2.0, 3.0, 4.0, 10.0])
-        weight = under_fit(strategy, 0.001, (x, np.zeros_like(x)), "mse")
+        weight, updates = under_fit(strategy, 0.001, (x, np.zeros_like(x)), "mse")
         np.testing.assert_allclose(weight, 0.948, rtol=FLOAT32.rtol)
+        self.assertEqual(updates, 1)

@@ -69,6 +69,8 @@ class AccumulationStepsTest(refusals.RefusalCase):
             self.assertIs(type(optimizer.accumulation_steps), int)
             self.assertEqual(optimizer.accumulation_steps, 4)
             self.assertIs(type(optimizer.get_config()["accumulation_steps"]), int)
+            checked = arguments.checked_accumulation_steps(value)
+            self.assertIs(type(checked), int)
 
     def test_it_has_no_default(self, surface):
         with self.assertRaisesRegex(TypeError, "accumulation_steps"):

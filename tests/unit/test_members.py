@@ -140,6 +140,7 @@ class MembersTest(parameterized.TestCase):
         self.assertEqual(int(self.optimizer.position), 0)
         self.optimizer.flush()  # an empty window: nothing happens
         self.assertEqual(int(np.asarray(self.optimizer.iterations.numpy())), 1)
+        self.assertTrue(bool(self.optimizer.has_updated))
 
     def test_flush_and_reset_before_build_do_nothing(self, strategy, surface):
         self._make(strategy, surface)

@@ -16,10 +16,11 @@ def _slices(values, indices, rows=4):
     return tf.IndexedSlices(values, tf.constant(indices), (rows, *values.shape[1:]))
 
 
-# What a total weight of 12 over R replicas, or none, is divided by: design section 4.
+# What a sum over R replicas is divided by, whose weights have the mean 12, or are not
+# given: design section 4, where the sum of the weights is 12 R.
 DIVISORS = {
-    ("mean", "sum"): (12 / R, None),
-    ("mean", "mean"): (12, R),
+    ("mean", "sum"): (12, None),
+    ("mean", "mean"): (12 * R, R),
     ("sum", "sum"): (None, None),
     ("sum", "mean"): (R, R),
     ("running_mean", "sum"): (None, None),

@@ -53,16 +53,17 @@ class WindowTest(parameterized.TestCase):
         self._run(self.window.restart)
         self.assertFalse(self._everywhere(self.window.is_open))
 
-    def test_the_weight_is_summed_on_each_replica(self, strategy):
+    def test_each_replica_sums_its_share_of_the_weight(self, strategy):
         self._open(strategy, length=3)
         weights = [float(2 + r) for r in range(self.strategy.num_replicas_in_sync)]
         self._run(self.window.advance, weights)
         self._advance()
         self._run(self.window.advance, [0.5] * len(weights))
-        expected = [weight + 1.5 for weight in weights]
+        expected = [(weight + 1.5) / len(weights) for weight in weights]
         actual = engine.copies(self.strategy, self.window.weight)
         np.testing.assert_array_equal(actual, expected)
-        self.assertEqual(float(self.window.weight.numpy()), sum(expected))
+        # What is saved is the mean over the replicas, however many there are.
+        self.assertEqual(float(self.window.weight.numpy()), np.mean(weights) + 1.5)
 
     def test_a_length_waits_while_the_window_is_open(self, strategy):
         self._open(strategy, length=3)
