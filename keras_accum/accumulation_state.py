@@ -134,6 +134,7 @@ class AccumulationState:
         self._empty_accumulators()
         self._window.restart()
         self._window.last_window_updated.assign(0)
+        self._loss_scale.drop_window()
 
     def _empty_accumulators(self) -> None:
         if self._accumulators is not None:

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_accum.dynamic_loss_scale import DynamicLossScale
 from keras_accum.known_variables import display_name, native
-from keras_accum.loss_scale import DynamicLossScale, LossScale, NoLossScale
+from keras_accum.loss_scale import LossScale, NoLossScale
 from keras_accum.reduction import Reduction
 
 AccumulatorDType = str | tf.DType | Callable[[Any], Any] | None

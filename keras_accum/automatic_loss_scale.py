@@ -102,8 +102,10 @@ class AutomaticLossScale(LossScale):
                 continue
             is_sparse = isinstance(gradient, tf.IndexedSlices)
             values = tf.convert_to_tensor(gradient.values if is_sparse else gradient)
-            is_small = tf.abs(values) <= tf.cast(self.edge, values.dtype)
-            is_large = tf.logical_not(is_small)  # a NaN is large
+            # Not `not (... <= edge)`: a graph rewrites that as if no value were NaN.
+            is_above = tf.abs(values) > tf.cast(self.edge, values.dtype)
+            is_bad = tf.logical_not(tf.math.is_finite(values))
+            is_large = tf.logical_or(is_above, is_bad)
             num_large = tf.math.count_nonzero(is_large, dtype=tf.float32)
             self.num_large_here.assign_add(num_large)
             self.num_counted_here.assign_add(tf.cast(tf.size(values), tf.float32))
@@ -130,6 +132,14 @@ class AutomaticLossScale(LossScale):
         self.num_large.assign(tf.where(is_due, 0.0, num_large))
         self.num_counted.assign(tf.where(is_due, 0.0, num_counted))
         self.windows_in_period.assign(tf.where(is_due, 0, windows))
+        self._forget_here()
+
+    def drop_window(self) -> None:
+        """Forgets what was counted in the window that is dropped."""
+        super().drop_window()
+        self._forget_here()
+
+    def _forget_here(self) -> None:
         self.num_large_here.assign(0.0)
         self.num_counted_here.assign(0.0)
 

@@ -88,9 +88,9 @@ class LossScaleScheduler(keras.callbacks.Callback):
             self._set(updates)
 
     def _set(self, count: int) -> None:
-        scale = self._scale_at(count)
-        if scale is None:
+        if isinstance(self.schedule, Mapping) and count < min(self.schedule):
             return
+        scale = self._scale_at(count)
         self._optimizer.loss_scale = checked_scale(f"schedule({count})", scale)
         if self.verbose > 0:
             logging.info(
@@ -100,10 +100,9 @@ class LossScaleScheduler(keras.callbacks.Callback):
                 scale,
             )
 
-    def _scale_at(self, count: int) -> float | None:
+    def _scale_at(self, count: int) -> float:
         if isinstance(self.schedule, Mapping):
-            entered = [key for key in self.schedule if key <= count]
-            return self.schedule[max(entered)] if entered else None
+            return self.schedule[max(key for key in self.schedule if key <= count)]
         if _num_arguments(self.schedule) >= 2:
             return self.schedule(count, float(self._optimizer.loss_scale))
         return self.schedule(count)
@@ -145,10 +144,16 @@ def _num_arguments(function: Callable[..., Any]) -> int:
 
 def _accumulating_optimizer(optimizer: Any) -> Any:
     """The model's optimizer, if it has a loss scale of its own to be set."""
-    if isinstance(optimizer, Accumulation):
-        optimizer.loss_scale = float(optimizer.loss_scale)  # raises if there is none
-        return optimizer
     expected = "LossScaleScheduler needs an optimizer of keras_accum with a loss scale."
+    if isinstance(optimizer, Accumulation):
+        accumulating: Any = optimizer
+        if accumulating.get_config()["loss_scale"] == 1.0:
+            raise ValueError(
+                f"{expected} Received: one that was not constructed with one, or that "
+                "gave it up to a LossScaleOptimizer of Keras. Construct it with "
+                'loss_scale="dynamic", or another number than 1.'
+            )
+        return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"{expected} Received: a LossScaleOptimizer of Keras, which owns the scale "

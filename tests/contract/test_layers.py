@@ -20,6 +20,7 @@ LAYERS = (
         "absent_gradients",
         "average_overwrite",
     },
+    {"dynamic_loss_scale"},
     {"arguments", "automatic_loss_scale", "inner_optimizer", "window_state"},
     {"micro_batch", "accumulation_state"},
     {"optimizer"},
