@@ -54,6 +54,13 @@ class ExamplesTest(parameterized.TestCase):
     def test_multi_worker(self):
         self.assertNotEmpty(run_example("multi_worker.py"))
 
+    def test_mixed_precision_recovers(self):
+        with tempfile.TemporaryDirectory() as folder:
+            plot = pathlib.Path(folder) / "scale.png"
+            printed = run_example("mixed_precision.py", f"--plot={plot}")
+            self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+        self.assertIn("windows that overflowed   5, until 2**19", printed)
+
     def test_compared_with_keras(self):
         printed = run_example("compared_with_keras.py")
         self.assertIn("RuntimeError", printed)
