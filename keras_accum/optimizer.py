@@ -86,6 +86,8 @@ class Accumulation(AccumulationState):
         gradients = self._aligned(grads, trainable_variables)
         weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
+        if weight is not None:
+            self._window.mark_weighted()
         if self._on_nonfinite == "skip_micro_batch":
             weight = nonfinite.weight_if_finite(gradients, weight, self._window)
         self._loss_scale.observe(gradients, self._known_variables)

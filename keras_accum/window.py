@@ -49,10 +49,12 @@ class Window:
             aggregation="sum",
         )
 
+    def mark_weighted(self) -> None:
+        """Notes that the window holds a weight that the user gave, such as rows."""
+        self.is_weighted.assign(1)
+
     def advance(self, weight: tf.Tensor | None) -> None:
         """Takes one micro step of a weight, as `share_of` takes it."""
-        if weight is not None:
-            self.is_weighted.assign(1)
         self.weight.assign_add(share_of(weight))
         self.position.assign_add(1)
 

@@ -1,5 +1,7 @@
 """An infinity or a NaN, on each replica in turn: what each policy makes of it."""
 
+import tempfile
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -127,6 +129,36 @@ class SkipWindowTest(parameterized.TestCase):
             self.assertEqual(run.num_updates, 2)
             after = {"static": 64, "dynamic": 32, "scheduled": 32, "automatic": 64}
             self.assertEqual(float(run.optimizer.loss_scale), after[scale])
+
+
+class ResumeTest(parameterized.TestCase):
+    @parameterized.parameters(("default", "mirrored"), ("mirrored", "default"))
+    def test_a_window_without_weights_is_finished_on_other_replicas(self, first, then):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = f"{folder.name}/half.weights.h5"
+        x, y = training.rows(2 * training.ROWS)
+        halves = (slice(0, training.ROWS), slice(training.ROWS, None))
+        for strategy, half in zip((first, then), halves, strict=True):
+            with registry.STRATEGIES[strategy]().scope():
+                optimizer = keras_accum.AccumulationOptimizer(
+                    keras.optimizers.SGD(0.1), 2, on_nonfinite="skip_micro_batch"
+                )
+                model = training.network(optimizer)
+                optimizer.build(model.trainable_variables)
+            if half.start:
+                model.load_weights(path)
+            model.fit(
+                training.batches(x[half], y[half], training.ROWS),
+                shuffle=False,
+                verbose=0,
+            )
+            model.save_weights(path)
+        expected = training.network(keras.optimizers.SGD(0.1))
+        expected.train_on_batch(x, y)
+        training.assert_same_variables(
+            model.variables, expected.variables, tolerances.BY_DTYPE["float32"]
+        )
 
 
 class PropagateTest(parameterized.TestCase):
