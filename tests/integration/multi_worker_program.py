@@ -59,10 +59,12 @@ class Worker:
             self.optimizer = keras_accum.AccumulationOptimizer(make_plain(), steps)
             self.model = compiled(self.optimizer)
         rows = tf.TensorSpec((None, training.FEATURES))
-        signature = [rows, tf.TensorSpec((None, 1)), tf.TensorSpec(())]
+        signature = [rows, tf.TensorSpec((None, 1))]
         self._micro_step = tf.function(self._step, signature, autograph=False)
+        signature = [*signature, tf.TensorSpec(())]
+        self._weighted_step = tf.function(self._step, signature, autograph=False)
 
-    def _step(self, x, y, weight):
+    def _step(self, x, y, weight=None):
         def on_replica():
             local = gradients(self.model, x, y, self.strategy.num_replicas_in_sync)
             pairs = zip(local, self.model.trainable_variables, strict=True)
@@ -70,9 +72,12 @@ class Worker:
 
         self.strategy.run(on_replica)
 
-    def step(self, x, y, weight=1.0):
+    def step(self, x, y, weight=None):
         """One micro step, of this worker's own rows."""
-        self._micro_step(*map(tf.constant, (x, y, weight)))
+        if weight is None:
+            self._micro_step(tf.constant(x), tf.constant(y))
+        else:
+            self._weighted_step(*map(tf.constant, (x, y, weight)))
 
     def train(self, first, last, bad_step=None, bad_worker=None):
         """Micro steps first to last - 1: each worker takes its half of the rows."""
