@@ -75,6 +75,11 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 # Not optimizers of their own: base classes and wrappers.
 NOT_INNER = {"Optimizer", "LossScaleOptimizer", "OptimizerMap"}
 
+if keras.__version__.startswith("3.10."):
+    # Its Muon asks the TensorFlow variable for a path, and fails by itself.
+    del OPTIMIZERS["muon"]
+    NOT_INNER.add("Muon")
+
 EXACT = {"sgd", "momentum", "nesterov"}
 
 
