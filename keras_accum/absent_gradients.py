@@ -9,13 +9,14 @@ decay, so the step of such a variable stands in a `tf.cond`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_accum.already_reduced import leaf_optimizers
 from keras_accum.known_variables import native
+from keras_accum.update_steps import UpdateStep, copies, wrapped_update_steps
 
 
 @contextlib.contextmanager
@@ -36,26 +37,18 @@ def passed_by(
     if not optional:
         yield
         return
-    strategy = tf.distribute.get_strategy()
-    before: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-    for variable, present in optional:
-        whole = native(variable)
-        for copy in (whole, *strategy.experimental_local_results(whole)):
-            before[id(copy)] = (present, copy.read_value())
-    leaves = leaf_optimizers(optimizer)
-    for leaf in leaves:
-        leaf.__dict__["update_step"] = _conditional(leaf.update_step, before)
-    try:
+    before = {
+        id(copy): (present, copy.read_value())
+        for variable, present in optional
+        for copy in copies(variable)
+    }
+    with wrapped_update_steps(optimizer, functools.partial(_conditional, before)):
         yield
-    finally:
-        for leaf in leaves:
-            del leaf.__dict__["update_step"]
 
 
 def _conditional(
-    update_step: Callable[..., None],
-    before: Mapping[int, tuple[tf.Tensor, tf.Tensor]],
-) -> Callable[..., None]:
+    before: Mapping[int, tuple[tf.Tensor, tf.Tensor]], update_step: UpdateStep
+) -> UpdateStep:
     def conditional_update_step(
         gradient: Any, variable: Any, learning_rate: Any
     ) -> None:
