@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_accum import arguments, boundary, nonfinite
 from keras_accum.accumulators import Accumulators
+from keras_accum.attachments import Attachments
 from keras_accum.inner_optimizer import surrounding_optimizer
 from keras_accum.known_variables import KnownVariables
 from keras_accum.loss_scale import checked_scale
@@ -21,7 +22,7 @@ from keras_accum.window_state import WindowState
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-class AccumulationState:
+class AccumulationState(Attachments):
     """The part of an accumulating optimizer that holds still between micro steps."""
 
     # What the surfaces say: which optimizer makes the update, and how.
@@ -74,6 +75,9 @@ class AccumulationState:
         self._from_anywhere = boundary.FromAnywhere(self._strategy)
         self._accumulators: Any = None  # `Accumulators`, for windows of more than one
         self._has_stepped = False
+        self._num_changes = 0
+        with self._in_scope():
+            self._attach_nothing()
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.
         self.window_state = WindowState(
@@ -128,6 +132,7 @@ class AccumulationState:
 
     def reset(self) -> None:
         """Drops what the window holds. Called as `flush` is."""
+        self._num_changes += 1
         self._from_anywhere(self._reset, ("reset", self._accumulators is not None))
 
     def _reset(self) -> None:
@@ -135,6 +140,7 @@ class AccumulationState:
         self._window.restart()
         self._window.last_window_updated.assign(0)
         self._loss_scale.drop_window()
+        self._measurements.drop_window()
 
     def _empty_accumulators(self) -> None:
         if self._accumulators is not None:
@@ -158,6 +164,7 @@ class AccumulationState:
             arguments.check_not_stepped(self._has_stepped, steps)
             with self._in_scope():
                 self._allocate_accumulators(steps)
+        self._num_changes += 1
         self._most_steps = max(steps, self._most_steps)
         self._window.request_length(steps)
 
@@ -165,6 +172,19 @@ class AccumulationState:
     def position(self) -> tf.Tensor:
         """int32 scalar: micro steps taken in the open window."""
         return self._window.position.read_value()
+
+    @property
+    def micro_steps_left(self) -> tf.Tensor:
+        """int32 scalar: micro steps until the open window closes."""
+        return self._window.length.read_value() - self._window.position.read_value()
+
+    @property
+    def window_changes(self) -> int:
+        """How often Python has flushed, reset or resized the window until now.
+
+        Who counts micro steps to know when a window closes looks at this as well.
+        """
+        return self._num_changes
 
     @property
     def skipped_windows(self) -> tf.Tensor:

@@ -49,15 +49,17 @@ def supported_strategy() -> tf.distribute.Strategy:
     return strategy
 
 
-def checked_accumulation_steps(accumulation_steps: Any) -> int:
+def checked_accumulation_steps(
+    accumulation_steps: Any, name: str = "accumulation_steps"
+) -> int:
     """An int >= 1; NumPy integers are converted."""
     is_integer = isinstance(accumulation_steps, (int, np.integer))
     is_bool = isinstance(accumulation_steps, bool)
     if not is_integer or is_bool or not 1 <= accumulation_steps < 2**31:
         raise ValueError(
-            "`accumulation_steps` must be an integer >= 1, the number of micro-batches "
+            f"`{name}` must be an integer >= 1, the number of micro-batches "
             "per update. "
-            f"Received: accumulation_steps={accumulation_steps!r} "
+            f"Received: {name}={accumulation_steps!r} "
             f"(of type {type(accumulation_steps).__name__}). Use 1 for no accumulation."
         )
     return operator.index(accumulation_steps)
@@ -206,10 +208,14 @@ def check_number_of_weights(num_weights: int, num_variables: int) -> None:
         )
 
 
+class StepIsTraced(ValueError):
+    """Something was asked of an optimizer whose step is compiled without it."""
+
+
 def check_not_stepped(has_stepped: bool, accumulation_steps: int) -> None:
     """Windows of one have no accumulators, and a traced step cannot get them."""
     if has_stepped:
-        raise ValueError(
+        raise StepIsTraced(
             "`accumulation_steps` cannot be raised from 1 once a micro step was taken: "
             "there are no accumulators. "
             f"Received: accumulation_steps={accumulation_steps}. Construct the "

@@ -112,3 +112,7 @@ class FromAnywhere:
 
             self._compiled[key] = tf.function(on_every_replica, autograph=False)
         self._compiled[key]()
+
+    def forget(self) -> None:
+        """Compiles all anew when they are called next."""
+        self._compiled.clear()

@@ -18,15 +18,9 @@ from keras_accum import arguments, boundary, micro_batch, nonfinite
 from keras_accum.absent_gradients import passed_by
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.average_overwrite import overwritten_with_average
-from keras_accum.inner_optimizer import (
-    is_multi_optimizer,
-)
+from keras_accum.inner_optimizer import is_multi_optimizer
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.reduction import (
-    combine_over_replicas,
-    divide_all,
-    weighted,
-)
+from keras_accum.reduction import combine_over_replicas, divide_all, weighted
 from keras_accum.window import share_of
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -90,7 +84,9 @@ class Accumulation(AccumulationState):
             self._window.mark_weighted()
         if self._on_nonfinite == "skip_micro_batch":
             weight = nonfinite.weight_if_finite(gradients, weight, self._window)
-        self._loss_scale.observe(gradients, self._known_variables)
+        known = self._known_variables
+        self._loss_scale.observe(gradients, known)
+        self._measurements.observe(gradients, weight, known, self._loss_scale)
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
         else:
@@ -175,16 +171,17 @@ class Accumulation(AccumulationState):
         reduced, verdict = boundary.each_replica(reduce, gradients, weight)
 
         def update() -> None:
-            optional = []
+            optional, plain, known = [], self._plain(), self._known_variables
             if uncertain:
                 present = boundary.first_replica(has_gradient)
-                optional = [(self._known_variables[i], present[i]) for i in uncertain]
+                optional = [(known[i], present[i]) for i in uncertain]
             with (
                 self._reduced_gradients(),
-                passed_by(self._plain(), optional),
-                overwritten_with_average(self._plain(), self._known_variables),
+                self._decay.decoupled(plain, known),
+                passed_by(plain, optional),
+                overwritten_with_average(plain, known),
             ):
-                update = functools.partial(self._update, indices)
+                update = functools.partial(self._update, indices, uncertain)
                 boundary.each_replica(update, reduced, has_gradient)
 
         def skip() -> None:
@@ -217,6 +214,7 @@ class Accumulation(AccumulationState):
             ],
             [arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables],
         )
+        totals |= self._measurements.of_reduced(reduced, variables, totals)
         return reduced, nonfinite.verdict(self._on_nonfinite, reduced, totals)
 
     def _riders(self, weight: tf.Tensor | None) -> dict[str, tf.Tensor]:
@@ -224,15 +222,22 @@ class Accumulation(AccumulationState):
         riders = {} if weight is None else {"weight": weight}
         if self._on_nonfinite == "skip_micro_batch":
             riders["bad_micro_batches"] = self._window.bad_micro_batches.read_value()
-        return {**riders, **self._loss_scale.observed()}
+        return {
+            **riders,
+            **self._loss_scale.observed(),
+            **self._measurements.observed(),
+        }
 
-    def _update(self, indices: list[int], reduced: Any, has_gradient: Any) -> None:
+    def _update(
+        self, indices: list[int], uncertain: list[int], reduced: Any, has_gradient: Any
+    ) -> None:
         """Replica context, in the inner branch: the plain optimizer's own update.
 
         It clips, decays, applies constraints, moves its average and counts, once.
         """
         variables = self._known_variables.at(indices)
-        gradients = list(reduced)
+        present = [has_gradient[i] if i in uncertain else None for i in indices]
+        gradients = self._decay.coupled(reduced, variables, present)
         for place, (index, variable) in enumerate(zip(indices, variables, strict=True)):
             if is_overwritten(variable) and has_gradient is not None:
                 gradients[place] = tf.where(
@@ -249,6 +254,7 @@ class Accumulation(AccumulationState):
     def _open_window(self, verdict: dict[str, tf.Tensor]) -> None:
         """Replica context, in the branch: empties the window, draws the conclusions."""
         self._empty_accumulators()
+        self._measurements.close_window(verdict, self._window)
         self._window.restart(verdict.get("bad_micro_batches", 0.0))
         self._loss_scale.close_window(verdict, tf.convert_to_tensor(self.iterations))
 
@@ -261,6 +267,7 @@ class Accumulation(AccumulationState):
         Python (a callback), under the strategy's scope, or in replica context; with
         several workers, on all of them.
         """
+        self._num_changes += 1
         if self.built and self._accumulators is not None:
             variables = self._known_variables.not_frozen()
             if variables:  # of a model that is frozen as a whole the window stays
