@@ -25,9 +25,13 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
+PLOT = [
+    "matplotlib",  # `AccumulationMonitor.plot_history`, and the examples' curves
+]
+
 EXAMPLES = [
     "scikit-learn",  # the handwritten digits, which its wheel carries
-    "matplotlib",  # the loss curves
+    *PLOT,
 ]
 
 TEST = [
@@ -62,7 +66,7 @@ setup(
         "keras>=3.10",  # the oldest whose optimizers the tests have run on
         "absl-py",  # logging in the format of TensorFlow and Keras
     ],
-    extras_require={"test": TEST, "examples": EXAMPLES, "dev": DEV},
+    extras_require={"plot": PLOT, "test": TEST, "examples": EXAMPLES, "dev": DEV},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -12,19 +12,42 @@ ENGINE = ("window", "known_variables", "reduction", "boundary", "accumulators")
 # that stand beside it. A new module is entered here: that is where it is decided what
 # it may know.
 LAYERS = (
-    {"window", "known_variables", "reduction", "boundary", "already_reduced"},
+    {
+        "window",
+        "known_variables",
+        "reduction",
+        "boundary",
+        "already_reduced",
+        "optional_imports",
+    },
     {
         "accumulators",
         "loss_scale",
         "nonfinite",
-        "absent_gradients",
+        "update_steps",
         "average_overwrite",
     },
-    {"dynamic_loss_scale"},
+    {
+        "dynamic_loss_scale",
+        "absent_gradients",
+        "gradient_measurements",
+        "weight_decay",
+    },
     {"arguments", "automatic_loss_scale", "inner_optimizer", "window_state"},
-    {"micro_batch", "accumulation_state"},
+    {"micro_batch", "attachments"},
+    {"accumulation_state"},
     {"optimizer"},
-    {"mixin", "wrapper", "callbacks.loss_scale_scheduler"},
+    {"mixin", "wrapper", "callbacks.accumulation_callback"},
+    {"callbacks.rows", "callbacks.update_clock", "callbacks.history_plot"},
+    {"callbacks.schedule"},
+    {
+        "callbacks.accumulation_monitor",
+        "callbacks.accumulation_scheduler",
+        "callbacks.gradient_noise_scale",
+        "callbacks.loss_scale_scheduler",
+        "callbacks.partial_window",
+        "callbacks.pipelined_weight_decay",
+    },
     {"callbacks.__init__"},
     {"__init__"},
 )

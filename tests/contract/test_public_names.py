@@ -16,7 +16,16 @@ NAMES = [
     "ScheduledLossScale",
 ]
 # Modules whose own names are public.
-MODULES = {"callbacks": ["LossScaleScheduler"]}
+MODULES = {
+    "callbacks": [
+        "AccumulationMonitor",
+        "AccumulationScheduler",
+        "GradientNoiseScale",
+        "LossScaleScheduler",
+        "PartialWindow",
+        "PipelinedWeightDecay",
+    ]
+}
 
 # What both surfaces add to a Keras optimizer, or answer for themselves.
 SHARED = {
@@ -24,12 +33,19 @@ SHARED = {
     "apply",
     "apply_gradients",
     "build",
+    "decay_weights",
     "flush",
+    "forget_traces",
     "from_config",
     "get_config",
+    "gradient_noise_scale",
+    "gradient_norm",
     "has_updated",
     "load_own_variables",
     "loss_scale",
+    "measure_gradients",
+    "micro_steps_left",
+    "pipelined_weight_decay",
     "position",
     "reset",
     "save_own_variables",
@@ -38,6 +54,7 @@ SHARED = {
     "skipped_micro_batches",
     "skipped_windows",
     "variables",
+    "window_changes",
 }
 # What the wrapper hands on to its inner optimizer.
 DELEGATED = {
@@ -88,6 +105,28 @@ ARGUMENTS = {
         "unscaled": None,
     },
     "ScheduledLossScale": {"schedule": EMPTY, "unscaled": None},
+    "callbacks.AccumulationMonitor": {
+        "log_every": "update",
+        "tensorboard": None,
+        "micro_batch_size": None,
+    },
+    "callbacks.AccumulationScheduler": {
+        "schedule": EMPTY,
+        "by": "epoch",
+        "verbose": 0,
+    },
+    "callbacks.GradientNoiseScale": {"micro_batch_size": None, "momentum": 0.95},
+    "callbacks.PartialWindow": {"policy": "apply", "at": "epoch"},
+    "callbacks.PipelinedWeightDecay": {
+        "weight_decay": EMPTY,
+        "schedule": None,
+        "decoupled": True,
+        "filter": None,
+        "times_learning_rate": True,
+        "by": "epoch",
+        "beside_inner": False,
+        "verbose": 0,
+    },
     "callbacks.LossScaleScheduler": {"schedule": EMPTY, "verbose": 0, "by": "epoch"},
 }
 

@@ -1,7 +1,8 @@
 """The loss scale's scheduler, hook by hook: what it sets, logs and refuses."""
 
+import contextlib
+import io
 import types
-from unittest import mock
 
 import keras
 import numpy as np
@@ -21,6 +22,8 @@ def _begin(scheduler, optimizer):
     """Puts the scheduler where `fit` would, at the beginning of a training."""
     scheduler.set_model(types.SimpleNamespace(optimizer=optimizer))
     scheduler.on_train_begin()
+    if scheduler.by == "update":
+        scheduler.on_epoch_begin(0)
     return scheduler
 
 
@@ -171,23 +174,37 @@ class LogsTest(SchedulerCase):
 
     def test_verbose_says_when_and_what(self):
         scheduler = self._started({1: 16.0}, verbose=1)
+        said = self._said(lambda: self._epochs(scheduler, range(2)))
+        self.assertLen(said, 1)
+        self.assertIn("LossScaleScheduler: loss_scale is 16.0 from epoch 1", said[0])
+
+    def _said(self, act):
+        """What is printed where logging is interactive, as it is by default."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            act()
+        return printed.getvalue().split("\n\n")
+
+    def test_verbose_is_logged_where_logging_is_not_interactive(self):
+        scheduler = self._started({1: 16.0}, verbose=1)
+        keras.config.disable_interactive_logging()
+        self.addCleanup(keras.config.enable_interactive_logging)
         with self.assertLogs(logging.get_absl_logger(), "INFO") as caught:
             self._epochs(scheduler, range(2))
         self.assertLen(caught.output, 1)
-        self.assertIn("Epoch 1: LossScaleScheduler sets the loss", caught.output[0])
-        self.assertIn("16.0", caught.output[0])
+        self.assertIn("loss_scale is 16.0 from epoch 1 on", caught.output[0])
 
     def test_verbose_counts_updates(self):
-        with self.assertLogs(logging.get_absl_logger(), "INFO") as caught:
+        def act():
             scheduler = self._started(lambda k: 2.0**k, by="update", verbose=1)
             self._micro_steps(scheduler, [1.0] * 5)
-        numbers = [each.split("Update ")[1].split(":")[0] for each in caught.output]
+
+        numbers = [each.split("update ")[1].split()[0] for each in self._said(act)]
         self.assertEqual(numbers, ["0", "1", "2"])
 
     def test_by_default_it_says_nothing(self):
-        with mock.patch.object(logging, "info") as info:
-            self._epochs(self._started({0: 16, 1: 32}), range(3))
-        info.assert_not_called()
+        scheduler = self._started({0: 16, 1: 32})
+        self.assertEqual(self._said(lambda: self._epochs(scheduler, range(3))), [""])
 
 
 class RefusedScheduleTest(SchedulerCase):
@@ -196,7 +213,7 @@ class RefusedScheduleTest(SchedulerCase):
             self.assert_refused(
                 TypeError,
                 lambda v=value: LossScaleScheduler(v),
-                "`schedule` must be a callable or a dict {count: scale}",
+                "`schedule` must be a callable or a dict {count: value}",
                 f"schedule={value!r}",
             )
 
@@ -206,7 +223,7 @@ class RefusedScheduleTest(SchedulerCase):
             lambda: LossScaleScheduler({}),
             "`schedule` must have an entry",
             "schedule={}",
-            "{0: 1024.0}",
+            "Write for example",
         )
 
     def test_a_key_that_counts_nothing_is_named(self):
@@ -301,9 +318,9 @@ class RefusedOptimizerTest(SchedulerCase):
     def test_a_plain_optimizer_has_none(self):
         self._assert_refused(
             keras.optimizers.Adam(),
-            NEEDED,
+            "LossScaleScheduler needs an optimizer of keras_accum",
             "optimizer=Adam",
-            "Wrap it in keras_accum.AccumulationOptimizer(..., loss_scale=...)",
+            "Wrap it in keras_accum.AccumulationOptimizer(..., accumulation_steps=...)",
         )
 
     @parameterized.parameters("wrapper", "mixin")

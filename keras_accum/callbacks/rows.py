@@ -1,0 +1,58 @@
+"""How many rows a micro step has, over all replicas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+
+class Rows:
+    """Counts rows, by what Keras's loss metric weighs its mean with.
+
+    Keras tells callbacks nothing of the data; but its `train_step` weighs the loss of a
+    batch by its rows, and keeps their sum over the epoch and the replicas.
+
+    Args:
+        micro_batch_size: Rows that one replica sees in one micro step; None for what
+            the metric tells.
+    """
+
+    def __init__(self, micro_batch_size: int | None) -> None:
+        self.micro_batch_size = micro_batch_size
+        if micro_batch_size is not None and not (
+            isinstance(micro_batch_size, int) and micro_batch_size >= 1
+        ):
+            raise ValueError(
+                "`micro_batch_size` must be None or an integer >= 1, the rows that one "
+                f"replica sees in one micro step. "
+                f"Received: micro_batch_size={micro_batch_size!r}"
+            )
+        self.per_micro_step = float("nan")
+
+    def quantities(self, model: keras.Model) -> Mapping[str, Callable[[], Any]]:
+        """What is to be read, by name, for `read`."""
+        if self.micro_batch_size is not None:
+            replicas = model.distribute_strategy.num_replicas_in_sync
+            self.per_micro_step = float(self.micro_batch_size * replicas)
+            return {}
+        for metric in model.metrics:
+            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+                return {"rows": functools.partial(getattr, metric, "count")}
+        return {}
+
+    def begin_epoch(self) -> None:
+        """The metric starts from 0."""
+        self._rows, self._batches = 0.0, 0
+
+    def read(self, values: Mapping[str, float], batch: int) -> None:
+        """Takes the rows up to a batch, of those since the last call."""
+        if "rows" not in values:
+            return
+        rows, batches = values["rows"], batch + 1
+        if batches > self._batches and rows > self._rows:
+            new = rows - self._rows
+            self.per_micro_step = new / (batches - self._batches)
+        self._rows, self._batches = rows, batches
