@@ -3,8 +3,8 @@
 from keras_accum import callbacks
 from keras_accum.automatic_loss_scale import AutomaticLossScale
 from keras_accum.dynamic_loss_scale import DynamicLossScale
-from keras_accum.loss_scale import ScheduledLossScale
 from keras_accum.mixin import AccumulationMixin
+from keras_accum.scheduled_loss_scale import ScheduledLossScale
 from keras_accum.wrapper import AccumulationOptimizer
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class AccumulationState(Attachments):
         accumulator_dtype: Any,
         loss_scale: Any,
         on_nonfinite: Any,
+        is_default_scale: bool,
     ) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
         self._most_steps = steps  # that were asked for until the build
@@ -69,6 +71,7 @@ class AccumulationState(Attachments):
         self._accumulator_dtype = arguments.checked_accumulator_dtype(accumulator_dtype)
         arguments.check_policies(self._on_nonfinite, self._reduction)
         self._loss_scale_argument = loss_scale
+        self._has_default_scale = is_default_scale and loss_scale == 1.0
         scale = arguments.loss_scale_of(loss_scale)
         self._strategy = arguments.supported_strategy()
         self._is_distributed = tf.distribute.has_strategy()
@@ -84,7 +87,11 @@ class AccumulationState(Attachments):
             self._strategy, self.reset, self._reduction.is_running
         )
         self._window = Window(steps, self.window_state.new_variable)
+        others = self.window_state.names
         self._loss_scale = scale.built(self.window_state.new_variable)
+        self._names_of_scale = [
+            name for name in self.window_state.names if name not in others
+        ]
 
     # Variables.
 
@@ -106,8 +113,18 @@ class AccumulationState(Attachments):
             self._build_plain(variables)
             self._known_variables = KnownVariables(variables, self._strategy)
             self._allocate_accumulators(self._most_steps)
-        self.window_state.built = True
+            self._warn_of_a_missing_loss_scale()
+            self.window_state.finish()
         self.built = True
+
+    def _warn_of_a_missing_loss_scale(self) -> None:
+        if self._has_default_scale and arguments.needs_loss_scale():
+            warnings.warn(
+                "The mixed_float16 policy was set after the optimizer was constructed: "
+                "it has no loss scale, and small gradients become 0 in float16. Set "
+                'the policy first, or construct it with loss_scale="dynamic".',
+                stacklevel=2,
+            )
 
     @contextlib.contextmanager
     def _in_scope(self) -> Iterator[None]:
@@ -213,6 +230,11 @@ class AccumulationState(Attachments):
     def loss_scale(self, loss_scale: Any) -> None:
         scale = checked_scale("loss_scale", loss_scale)
         self._loss_scale.request(scale, self._window.is_open())
+
+    @property
+    def next_loss_scale(self) -> tf.Tensor:
+        """float32 scalar: `loss_scale` of the next window, as last set or moved."""
+        return self._loss_scale.next()
 
     # What is saved.
 

@@ -131,20 +131,25 @@ def dtype_of_reduced(variable: Any, accumulator_dtype: AccumulatorDType) -> tf.D
     return chosen if chosen.size > dtype.size else dtype
 
 
+def needs_loss_scale() -> bool:
+    """Whether the global policy computes in float16, where small gradients are 0."""
+    return keras.mixed_precision.dtype_policy().name == "mixed_float16"
+
+
 def resolved_loss_scale(loss_scale: Any) -> float | str | LossScale:
     """What a `loss_scale` argument means, None above all: it goes into the config.
 
     None is dynamic under a mixed_float16 policy, else none; 1.0 is none.
     """
     if loss_scale is None:
-        policy = keras.mixed_precision.dtype_policy().name
-        return "dynamic" if policy == "mixed_float16" else 1.0
+        return "dynamic" if needs_loss_scale() else 1.0
     if isinstance(loss_scale, LossScale):
         return loss_scale
     expected = (
         '`loss_scale` must be None, "dynamic", a finite number > 0, or one of '
         "DynamicLossScale, ScheduledLossScale, AutomaticLossScale. "
-        f"Received: loss_scale={loss_scale!r}. Leave it out for the default."
+        f"Received: loss_scale={loss_scale!r}. Leave it out for the default; a "
+        "schedule goes into ScheduledLossScale(schedule)."
     )
     if isinstance(loss_scale, str):
         if loss_scale == "dynamic":

@@ -93,10 +93,23 @@ class AutomaticLossScale(LossScale):
         self.num_counted = new_variable("num_counted", dtype="float32")
         self.windows_in_period = new_variable("windows_in_period")
 
+    def _check_request(self, scale: float) -> None:
+        _power_of_two("loss_scale", scale)
+        if scale >= self.maximum:
+            raise ValueError(
+                "`loss_scale` must be less than the maximum of the AutomaticLossScale. "
+                f"Received: loss_scale={scale}, maximum={self.maximum}. Set a smaller "
+                "one."
+            )
+
     def observe(
-        self, gradients: Sequence[Gradient | None], variables: Sequence[Any]
+        self,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[Any],
+        weight: tf.Tensor | None,
     ) -> None:
         """Counts the elements of the gradients that are scaled."""
+        is_in = 1.0 if weight is None else tf.cast(weight > 0, tf.float32)
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None or not self.is_scaled(variable):
                 continue
@@ -107,8 +120,9 @@ class AutomaticLossScale(LossScale):
             is_bad = tf.logical_not(tf.math.is_finite(values))
             is_large = tf.logical_or(is_above, is_bad)
             num_large = tf.math.count_nonzero(is_large, dtype=tf.float32)
-            self.num_large_here.assign_add(num_large)
-            self.num_counted_here.assign_add(tf.cast(tf.size(values), tf.float32))
+            self.num_large_here.assign_add(num_large * is_in)
+            num_counted = tf.cast(tf.size(values), tf.float32)
+            self.num_counted_here.assign_add(num_counted * is_in)
 
     def observed(self) -> dict[str, tf.Tensor]:
         """How many elements were large, and how many there were, on this replica."""

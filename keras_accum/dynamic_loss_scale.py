@@ -88,9 +88,20 @@ class DynamicLossScale(LossScale):
         self.finite_updates = new_variable("finite_updates")
         self.tolerated = new_variable("tolerated", initial=self.hysteresis - 1)
 
+    def _check_request(self, scale: float) -> None:
+        if not self.minimum <= scale <= self.maximum:
+            raise ValueError(
+                "`loss_scale` must lie between the bounds of the DynamicLossScale. "
+                f"Received: loss_scale={scale}, minimum={self.minimum}, "
+                f"maximum={self.maximum}. Set one between, or construct it with other "
+                "bounds."
+            )
+
     def _conclude(self, verdict: Mapping[str, tf.Tensor], updates: tf.Tensor) -> None:
         is_clean = verdict["is_clean"]
+        # A file of other bounds may have a scale outside of these.
         scale = self.next_value.read_value()
+        scale = tf.clip_by_value(scale, self.minimum, self.maximum)
         tolerated = self.tolerated.read_value()
         # A window of no weight is clean and makes no update: it counts for nothing.
         counts = tf.where(verdict["is_good"], 1, 0)

@@ -108,6 +108,18 @@ def check_mixed_in(optimizer: Any, base_arguments: dict[str, Any]) -> None:
         base_arguments.pop(argument, None)
 
 
+def check_neither_by_itself(optimizer: Any) -> None:
+    """What a base class's own constructor may have set, or taken by position."""
+    for argument in ("gradient_accumulation_steps", "loss_scale_factor"):
+        value = getattr(optimizer, argument)
+        if value is not None:
+            raise ValueError(
+                f"`{argument}` must be None in an optimizer that accumulates. "
+                f"Received: {type(optimizer).__name__}, whose base class has set "
+                f"{argument}={value}. Use accumulation_steps and loss_scale."
+            )
+
+
 def check_may_surround(surrounding: Any) -> None:
     """Refuses a `MultiOptimizer` around a mixin: it would count micro steps."""
     if is_multi_optimizer(surrounding):

@@ -9,6 +9,7 @@ of a window are scaled alike.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from keras_accum.known_variables import display_name, is_overwritten
 from keras_accum.reduction import Gradient
 from keras_accum.window import NewVariable
 
-STATISTICS = ("batch_norm/moving_", "moving_mean", "moving_variance")
+STATISTICS = ("moving_mean", "moving_variance")
 
 
 def is_statistic(variable: Any) -> bool:
@@ -30,7 +31,9 @@ def is_statistic(variable: Any) -> bool:
     Source: Graphcore's `IPUOptimizer` leaves variables alone whose name contains
         "batch_norm/moving_"; Keras 3 calls them moving_mean and moving_variance.
     """
-    return any(part in display_name(variable) for part in STATISTICS)
+    path = display_name(variable)
+    own_name = path.split("/")[-1].split(":")[0]
+    return own_name in STATISTICS or "batch_norm/moving_" in path
 
 
 class LossScale:
@@ -93,17 +96,34 @@ class LossScale:
         scale = self.value.read_value()
         return scale if divisor is None else divisor * scale
 
+    def next(self) -> tf.Tensor:
+        """The scale of the next window, as far as it is known, float32 scalar."""
+        return self.next_value.read_value()
+
     def request(self, scale: float, is_open: tf.Tensor) -> None:
         """Sets the scale: of the next window, if the present one `is_open`."""
+        self._check_request(scale)
         self.next_value.assign(scale)
         self.value.assign(tf.where(is_open, self.value.read_value(), scale))
+
+    def _check_request(self, scale: float) -> None:
+        """Raises ValueError if the scale cannot be set to that."""
 
     # All below is called in replica context, and moves every replica's copy alike.
 
     def observe(
-        self, gradients: Sequence[Gradient | None], variables: Sequence[Any]
+        self,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[Any],
+        weight: tf.Tensor | None,
     ) -> None:
-        """Sees a micro-batch's scaled gradients, on the replica that has them."""
+        """Sees a micro-batch's scaled gradients, on the replica that has them.
+
+        Args:
+            gradients: One or None for each of the variables.
+            variables: All that the optimizer was built for.
+            weight: What the user gave it; one of 0 is empty and says nothing.
+        """
 
     def observed(self) -> dict[str, tf.Tensor]:
         """float32 scalars of this replica, to be summed in the window's reduction."""
@@ -120,8 +140,13 @@ class LossScale:
                 replicas.
             updates: Scalar, updates made until now.
         """
+        asked_for = self.next_value.read_value()
+        is_set = tf.not_equal(asked_for, self.value.read_value())
         self._conclude(verdict, updates)
-        self.value.assign(self.next_value.read_value())
+        # What was set while the window was open is what the next one has.
+        taken_up = tf.where(is_set, asked_for, self.next_value.read_value())
+        self.next_value.assign(taken_up)
+        self.value.assign(taken_up)
 
     def _conclude(self, verdict: Mapping[str, tf.Tensor], updates: tf.Tensor) -> None:
         """Assigns `next_value`."""
@@ -132,12 +157,17 @@ class LossScale:
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""
-        return {"initial": self.initial, "unscaled": _serialized(self.unscaled)}
+        return {"initial": self.initial, "unscaled": serialized(self.unscaled)}
+
+    def __repr__(self) -> str:
+        names = inspect.signature(type(self)).parameters
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({arguments})"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LossScale:
         """The scale that `get_config` described."""
-        return cls(**{name: _deserialized(value) for name, value in config.items()})
+        return cls(**{name: deserialized(value) for name, value in config.items()})
 
 
 class NoLossScale(LossScale):
@@ -153,6 +183,10 @@ class NoLossScale(LossScale):
         """1."""
         return tf.constant(1.0)
 
+    def next(self) -> tf.Tensor:
+        """1."""
+        return tf.constant(1.0)
+
     def scale(self, loss: Any) -> Any:
         """The loss as it is."""
         return loss
@@ -164,10 +198,11 @@ class NoLossScale(LossScale):
     def request(self, scale: float, is_open: tf.Tensor) -> None:
         """Refused: a traced step multiplies by nothing."""
         raise ValueError(
-            "`loss_scale` can be set on an optimizer that was constructed with one, "
-            "and that stands inside no LossScaleOptimizer of Keras, which owns the "
-            f"scale then. Received: loss_scale={scale}. Construct the optimizer with "
-            f"loss_scale={scale}, and compile with auto_scale_loss=False."
+            "`loss_scale` can be set on an optimizer that was constructed with one "
+            "other than 1, and that stands inside no LossScaleOptimizer of Keras, "
+            f"which owns the scale then. Received: loss_scale={scale}. Construct the "
+            f"optimizer with loss_scale={scale}; compile a mixin with "
+            "auto_scale_loss=False."
         )
 
     def close_window(
@@ -179,60 +214,8 @@ class NoLossScale(LossScale):
         """There is nothing to take up."""
 
 
-@keras.saving.register_keras_serializable(package="keras_accum")
-class ScheduledLossScale(LossScale):
-    """A scale that is a function of the number of updates.
-
-    Args:
-        schedule: A `keras.optimizers.schedules.LearningRateSchedule`, or a callable
-            that takes the number of updates, an int64 scalar tensor, and returns the
-            scale. It runs in the compiled step, so it must be made of TensorFlow or
-            Keras operations.
-        unscaled: A callable from variable to bool: whose gradients are left alone, as
-            they do not come from the loss. None is those of moving statistics.
-
-    Raises:
-        TypeError: The schedule is not callable.
-        ValueError: Its first scale is not a finite number > 0.
-
-    Example:
-
-    >>> schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
-    ...     [1000], [1024.0, 4096.0])
-    >>> keras_accum.ScheduledLossScale(schedule).initial
-    1024.0
-    """
-
-    def __init__(
-        self,
-        schedule: Callable[[tf.Tensor], Any],
-        unscaled: Callable[[Any], bool] | None = None,
-    ) -> None:
-        if not callable(schedule):
-            raise TypeError(
-                "`schedule` must be a LearningRateSchedule or a callable that takes "
-                f"the number of updates. Received: schedule={schedule!r}. For a scale "
-                "that stays, pass a number as loss_scale."
-            )
-        self.schedule = schedule
-        super().__init__(float(self._scale_after(tf.constant(0, tf.int64))), unscaled)
-
-    def _scale_after(self, updates: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self.schedule(updates), tf.float32)
-
-    def _conclude(self, verdict: Mapping[str, tf.Tensor], updates: tf.Tensor) -> None:
-        self.next_value.assign(self._scale_after(tf.cast(updates, tf.int64)))
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments."""
-        return {
-            "schedule": _serialized(self.schedule),
-            "unscaled": _serialized(self.unscaled),
-        }
-
-
 def checked_scale(name: str, value: Any) -> float:
-    """A finite float > 0."""
+    """A finite float > 0, far enough from the ends of float32 to be reckoned with."""
     expected = f"`{name}` must be a finite number > 0. Received: {name}={value!r}"
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
@@ -240,31 +223,31 @@ def checked_scale(name: str, value: Any) -> float:
         raise TypeError(expected) from error
     if isinstance(value, (bool, str)):
         raise TypeError(expected)
-    with np.errstate(over="ignore", under="ignore"):
-        held = float(np.float32(number))  # what the variable holds
-    if not (math.isfinite(held) and held > 0):
+    if not (math.isfinite(number) and 2.0**-100 <= number <= 2.0**100):
         raise ValueError(
-            f"{expected}, which float32 must hold. A power of two scales without "
-            "rounding."
+            f"{expected}. Between 2**-100 and 2**100 float32 holds it and its products."
         )
     return number
 
 
 def checked_count(name: str, value: Any) -> int:
-    """An int >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """An int >= 1; NumPy integers are converted."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < 1:
         raise ValueError(
             f"`{name}` must be an integer >= 1, a number of updates or windows. "
             f"Received: {name}={value!r}. Use 1 for every one."
         )
-    return value
+    return int(value)
 
 
-def _serialized(function: Any) -> Any:
+def serialized(function: Any) -> Any:
+    """What `get_config` says of an argument that is a function, or None."""
     return None if function is None else keras.saving.serialize_keras_object(function)
 
 
-def _deserialized(value: Any) -> Any:
+def deserialized(value: Any) -> Any:
+    """The argument that `get_config` described."""
     if isinstance(value, dict):
         return keras.saving.deserialize_keras_object(value)
     return value

@@ -9,7 +9,11 @@ from typing import Any
 from keras_accum import arguments
 from keras_accum.accumulation_state import AccumulationState
 from keras_accum.already_reduced import GradientsAreReduced
-from keras_accum.inner_optimizer import check_may_surround, check_mixed_in
+from keras_accum.inner_optimizer import (
+    check_may_surround,
+    check_mixed_in,
+    check_neither_by_itself,
+)
 from keras_accum.loss_scale import LossScale, NoLossScale
 from keras_accum.optimizer import Accumulation
 
@@ -55,6 +59,7 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
         check_mixed_in(self, kwargs)
         scale = arguments.resolved_loss_scale(loss_scale)
         super().__init__(*args, **kwargs)
+        check_neither_by_itself(self)
         self._set_up(
             accumulation_steps,
             micro_reduction,
@@ -62,6 +67,7 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
             accumulator_dtype,
             scale,
             on_nonfinite,
+            is_default_scale=loss_scale is None,
         )
 
     def _plain(self) -> Any:
@@ -124,13 +130,17 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
                 "An accumulating optimizer has a loss scale of its own. "
                 f"Received: loss_scale_factor={value}. Pass it loss_scale."
             )
+        self._has_default_scale = False
         if not isinstance(self._loss_scale, NoLossScale):
             self._loss_scale = NoLossScale()
             self._loss_scale_argument = 1.0
+            self.window_state.give_up(self._names_of_scale)
             warnings.warn(
                 "A LossScaleOptimizer was put around an accumulating optimizer. It "
                 "scales the loss from now on, and judges local gradients before they "
                 "are reduced. To keep the scale that is counted in updates, compile "
-                "with auto_scale_loss=False.",
+                "with auto_scale_loss=False. Keras does not save that argument: "
+                "instead of load_model, construct, compile and build the optimizer "
+                "anew, then load_weights; or use keras_accum.AccumulationOptimizer.",
                 stacklevel=2,
             )

@@ -21,7 +21,10 @@ def weight_if_finite(
     divisor, on the replica where it is bad; the others keep theirs. Never a branch.
     """
     is_finite = are_finite(gradients)
-    window.leave_out(tf.logical_not(is_finite))
+    is_bad = tf.logical_not(is_finite)
+    if weight is not None:  # an empty micro-batch is not in the window to begin with
+        is_bad = tf.logical_and(is_bad, weight > 0)
+    window.leave_out(is_bad)
     return tf.where(is_finite, 1.0 if weight is None else weight, 0.0)
 
 

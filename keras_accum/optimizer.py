@@ -82,10 +82,10 @@ class Accumulation(AccumulationState):
         self._has_stepped = True
         if weight is not None:
             self._window.mark_weighted()
+        known = self._known_variables
+        self._loss_scale.observe(gradients, known, weight)
         if self._on_nonfinite == "skip_micro_batch":
             weight = nonfinite.weight_if_finite(gradients, weight, self._window)
-        known = self._known_variables
-        self._loss_scale.observe(gradients, known)
         self._measurements.observe(gradients, weight, known, self._loss_scale)
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
@@ -112,13 +112,13 @@ class Accumulation(AccumulationState):
         """Replica context: closes a window of one, which is the micro-batch itself."""
         given = [index for index, g in enumerate(gradients) if g is not None]
         local = [gradients[index] for index in given]
+        for place, variable in enumerate(self._known_variables.at(given)):
+            if not is_overwritten(variable):
+                dtype = arguments.dtype_of_accumulator(
+                    variable, self._accumulator_dtype
+                )
+                local[place] = weighted(local[place], weight, dtype)
         if weight is not None:
-            for place, variable in enumerate(self._known_variables.at(given)):
-                if not is_overwritten(variable):
-                    dtype = arguments.dtype_of_accumulator(
-                        variable, self._accumulator_dtype
-                    )
-                    local[place] = weighted(local[place], weight, dtype)
             weight = tf.convert_to_tensor(share_of(weight))
         close = functools.partial(self._close_window, given, [], None)
         boundary.merge(close, local, weight)

@@ -11,6 +11,8 @@ import tensorflow as tf
 from absl import logging
 
 LENGTHS = ("length", "next_length")
+# What is a sum over micro-batches times their weights.
+SUMS = ("weight", "accumulator_")
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -43,6 +45,7 @@ class WindowState(keras.layers.Layer):
         self._is_running_mean = is_running_mean
         self._names: list[str] = []
         self._largest: set[str] = set()
+        self._to_be_loaded: Any = None
 
     def new_variable(
         self,
@@ -75,6 +78,22 @@ class WindowState(keras.layers.Layer):
         return variable.value
 
     @property
+    def names(self) -> list[str]:
+        """Of the variables, in the order in which they were made."""
+        return list(self._names)
+
+    def finish(self) -> None:
+        """All variables are made: loads what was to be loaded before that."""
+        self.built = True
+        store, self._to_be_loaded = self._to_be_loaded, None
+        if store is not None:
+            self.load_own_variables(store)
+
+    def give_up(self, names: list[str]) -> None:
+        """Neither saves nor loads these variables any more."""
+        self._names = [name for name in self._names if name not in names]
+
+    @property
     def held(self) -> list[keras.Variable]:
         """The variables, in the order in which they were made."""
         return [getattr(self, name) for name in self._names]
@@ -102,8 +121,9 @@ class WindowState(keras.layers.Layer):
         if not saved:
             self._reset()
             return
-        if not self.built:
-            return  # Keras warns that an optimizer was not built when it was loaded.
+        if not self.built:  # the accumulators are not there yet
+            self._to_be_loaded = {name: np.asarray(store[name]) for name in saved}
+            return
         self._check(saved, store)
         constructed_with = int(self.next_length.numpy())
         self._reset()  # a file of windows of one has no accumulators to assign
@@ -111,8 +131,7 @@ class WindowState(keras.layers.Layer):
         for name in self._names:
             if name in saved and (self.has_accumulators or name not in LENGTHS):
                 variable, value = getattr(self, name), np.asarray(store[name])
-                is_local = variable.synchronization == "on_read"
-                if is_local and name not in self._largest:
+                if name.startswith(SUMS) and name not in self._largest:
                     value = (value * factor).astype(value.dtype)
                 variable.assign(value)
         restored = int(self.next_length.numpy())

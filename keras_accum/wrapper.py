@@ -116,6 +116,7 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
             accumulator_dtype,
             scale,
             on_nonfinite,
+            is_default_scale=loss_scale is None,
         )
 
     def _plain(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_accum.callbacks.schedule import ScheduleCallback
-from keras_accum.loss_scale import checked_scale
+from keras_accum.loss_scale import NoLossScale, checked_scale
 from keras_accum.optimizer import Accumulation
 
 
@@ -55,6 +55,9 @@ class LossScaleScheduler(ScheduleCallback):
         return checked_scale(name, value)
 
     def _present(self) -> float:
+        return float(self.optimizer.next_loss_scale)
+
+    def _logged(self) -> float:
         return float(self.optimizer.loss_scale)
 
     def _set(self, value: float) -> None:
@@ -72,8 +75,8 @@ class LossScaleScheduler(ScheduleCallback):
                 "scale and moves it by itself. Compile with auto_scale_loss=False, and "
                 "construct the accumulating optimizer with loss_scale=..."
             )
-        accumulating: Any = super()._found(optimizer)
-        if accumulating.get_config()["loss_scale"] == 1.0:
+        accumulating = super()._found(optimizer)
+        if isinstance(accumulating._loss_scale, NoLossScale):
             raise ValueError(
                 f"{expected} Received: one that was not constructed with one, or that "
                 "gave it up to a LossScaleOptimizer of Keras. Construct it with "

@@ -47,6 +47,9 @@ class ScheduleCallback(AccumulationCallback):
     def _set(self, value: Any) -> None:
         raise NotImplementedError
 
+    def _logged(self) -> Any:
+        return self._present()
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds the optimizer. Nothing is set yet: a backup may be restored first."""
         super().on_train_begin(logs)
@@ -76,7 +79,7 @@ class ScheduleCallback(AccumulationCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the present value."""
         if logs is not None:
-            logs[self.quantity] = self._present()
+            logs[self.quantity] = self._logged()
 
     def _follow(self, count: int) -> None:
         if count == self._last_count:

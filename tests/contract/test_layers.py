@@ -29,6 +29,7 @@ LAYERS = (
     },
     {
         "dynamic_loss_scale",
+        "scheduled_loss_scale",
         "absent_gradients",
         "gradient_measurements",
         "weight_decay",

@@ -45,6 +45,7 @@ SHARED = {
     "loss_scale",
     "measure_gradients",
     "micro_steps_left",
+    "next_loss_scale",
     "pipelined_weight_decay",
     "position",
     "reset",

@@ -106,19 +106,28 @@ class DecisionTest(parameterized.TestCase):
 
 
 class CountTest(parameterized.TestCase):
-    def _counts(self, loss_scale, gradients, variables=None, mode="eager"):
+    def _counts(self, loss_scale, gradients, variables=None, mode="eager", weight=None):
         scale = engine.built(loss_scale, DEFAULT)
         if variables is None:
             variables = [tf.Variable(1.0) for _ in gradients]
 
         def observe(gradients):
-            scale.observe(gradients, variables)
+            scale.observe(gradients, variables, weight)
 
         if mode == "graph":
             observe = tf.function(observe, autograph=False)
         observe(gradients)
         observed = {name: float(value) for name, value in scale.observed().items()}
         return observed["num_large"], observed["num_counted"]
+
+    @parameterized.parameters("eager", "graph")
+    def test_an_empty_micro_batch_does_not_count(self, mode):
+        gradients = [tf.constant([1.0, 2.0**14, float("nan")])]
+        for weight, expected in ((0.0, (0, 0)), (3.0, (2, 3))):
+            counts = self._counts(
+                AutomaticLossScale(), gradients, mode=mode, weight=tf.constant(weight)
+            )
+            self.assertEqual(counts, expected)
 
     @PROPERTIES
     @hypothesis.given(
@@ -175,7 +184,7 @@ class CountTest(parameterized.TestCase):
     def test_counts_of_a_window_add_up_and_are_taken_when_it_closes(self):
         scale = engine.built(AutomaticLossScale(period=1), DEFAULT)
         for _ in range(3):
-            scale.observe([tf.constant([*SMALL, *LARGE])], [tf.Variable(1.0)])
+            scale.observe([tf.constant([*SMALL, *LARGE])], [tf.Variable(1.0)], None)
         observed = {name: float(count) for name, count in scale.observed().items()}
         self.assertEqual(observed, {"num_large": 6, "num_counted": 12})
         engine.close_window(DEFAULT, scale, **observed)

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from keras_accum.arguments import StepIsTraced
 from tests import refusals, registry
 from tests.unit.test_arguments import make
 
@@ -262,8 +263,9 @@ class SettersTest(ErrorCase):
     def test_a_window_of_one_cannot_grow_once_it_has_stepped(self, surface):
         optimizer = self._built(surface, accumulation_steps=1)
         self._step(optimizer)
+        self.assertTrue(issubclass(StepIsTraced, ValueError))
         self.assert_refused(
-            ValueError,
+            StepIsTraced,
             lambda: setattr(optimizer, "accumulation_steps", 4),
             "`accumulation_steps` cannot be raised from 1",
             "accumulation_steps=4",

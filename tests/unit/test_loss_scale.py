@@ -227,8 +227,52 @@ class ScheduledLossScaleTest(refusals.RefusalCase):
         self.assert_refused(
             ValueError,
             lambda: keras_accum.ScheduledLossScale(lambda _: value),
-            "must be a finite number > 0",
-            f"={value!r}",
+            "a scalar, a finite number > 0",
+            f"returned {value} for 0 updates",
+        )
+
+    def test_a_schedule_that_cannot_be_traced_is_named(self):
+        def by_branch(updates):
+            return 1024.0 if updates < 3 else 2048.0
+
+        for schedule, received in (
+            (by_branch, "by_branch"),
+            (lambda _: None, "raised ValueError"),
+            (lambda: 1.0, "raised TypeError"),
+            (lambda _: [1.0, 2.0], "returned [1. 2.]"),
+        ):
+            self.assert_refused(
+                ValueError,
+                lambda s=schedule: keras_accum.ScheduledLossScale(s),
+                "by TensorFlow or Keras operations",
+                received,
+            )
+
+    def test_a_scale_that_is_none_is_passed_over(self):
+        scales = [8.0, 4.0, 0.0, float("inf"), float("nan"), -1.0, 2.0]
+        value = keras_accum.ScheduledLossScale(
+            lambda updates: tf.gather(tf.constant(scales), updates)
+        )
+        optimizer = make("wrapper", 1, loss_scale=value)
+        variable = keras.Variable(0.0)
+        optimizer.build([variable])
+        seen = []
+        for _ in range(6):
+            loss = optimizer.scale_loss(tf.constant(1.0))
+            optimizer.apply_gradients([(loss, variable)])
+            seen.append(float(optimizer.loss_scale))
+        self.assertEqual(seen, [4, 4, 4, 4, 4, 2])
+        self.assertEqual(float(variable.numpy()), -6)
+
+    def test_it_cannot_be_set(self):
+        value = keras_accum.ScheduledLossScale(lambda _: 8.0)
+        optimizer = make("wrapper", 2, loss_scale=value)
+        self.assert_refused(
+            ValueError,
+            lambda: setattr(optimizer, "loss_scale", 4.0),
+            "`loss_scale` cannot be set while it follows a schedule",
+            "loss_scale=4.0",
+            "Construct it with a number",
         )
 
 
