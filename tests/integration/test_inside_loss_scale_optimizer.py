@@ -182,7 +182,7 @@ class OverflowTest(parameterized.TestCase):
 
 
 class SavedTest(saving.TestCase):
-    @parameterized.parameters("weights", "checkpoint")
+    @parameterized.parameters("keras", "weights", "checkpoint")
     def test_an_open_window_is_finished_by_the_restored_one(self, file_format):
         """Of a mixin that had a scale of its own until it was put inside."""
 
