@@ -33,6 +33,7 @@ class Scenario:
     steps_per_window: int = 2
     bad_steps: tuple = ()  # one row, of the last replica only, is infinite
     large_steps: tuple = ()
+    first_large_row: int = 0  # of the global micro-batch
     requests: tuple = ()  # pairs: after this micro step, this scale is asked for
     policy: str = "skip_window"
 
@@ -56,7 +57,9 @@ class Scenario:
     def gradients(self):
         gradients = stepping.gradients(len(self.scales))
         for k in self.large_steps:
-            gradients[k][0][:] = LARGE  # the kernel: 6 elements of 8
+            gradients[k][0][self.first_large_row :] = (
+                LARGE  # the kernel: 6 elements of 8
+            )
         for k in self.bad_steps:
             gradients[k][0][-1, 0, 0] = np.inf
         return gradients
@@ -161,6 +164,20 @@ SCENARIOS = {
         scales=twice((64.0, 32.0, 32.0, 64.0)),
         large_steps=(0, 2, 7),
     ),
+    # The same, where only the last replica has large elements.
+    "automatic_on_one": Scenario(
+        lambda: keras_accum.AutomaticLossScale(
+            INITIAL,
+            maximum=1024.0,
+            period=2,
+            edge=1000.0,
+            ratio=0.22 / registry.NUM_REPLICAS,
+        ),
+        saved_at=(1, 3, 5, 7),
+        scales=twice((64.0, 32.0, 32.0, 64.0)),
+        large_steps=(0, 2, 7),
+        first_large_row=stepping.ROWS - 1,
+    ),
     # A micro-batch that was left out lowers the scale once its window is closed.
     "micro_batches": Scenario(
         _dynamic(growth_interval=100),
@@ -186,9 +203,12 @@ CASES = [
     ("scheduled", "keras", "default", "default", "wrapper"),
     ("scheduled", "weights", "default", "mirrored", "wrapper"),
     ("scheduled", "checkpoint", "mirrored", "mirrored", "mixin"),
-    ("automatic", "keras", "mirrored", "mirrored", "mixin"),
+    ("automatic", "keras", "default", "default", "mixin"),
     ("automatic", "weights", "default", "default", "wrapper"),
-    ("automatic", "checkpoint", "mirrored", "mirrored", "wrapper"),
+    ("automatic", "checkpoint", "default", "default", "mixin"),
+    ("automatic_on_one", "keras", "mirrored", "mirrored", "wrapper"),
+    ("automatic_on_one", "weights", "mirrored", "mirrored", "mixin"),
+    ("automatic_on_one", "checkpoint", "mirrored", "mirrored", "wrapper"),
     ("automatic", "weights", "mirrored", "default", "wrapper"),
     ("micro_batches", "keras", "mirrored", "default", "wrapper"),
     ("micro_batches", "weights", "mirrored", "mirrored", "wrapper"),
