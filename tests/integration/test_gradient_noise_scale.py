@@ -285,7 +285,7 @@ class RowsTest(parameterized.TestCase):
         rows = Rows(None)
         rows.begin_epoch()
         self.assertTrue(np.isnan(rows.per_micro_step))
-        for total, batch, expected in ((16, 1, 8), (22, 3, 3), (22, 3, 3)):
+        for total, batch, expected in ((16, 1, 8), (22, 3, 3), (22, 5, 3)):
             rows.read({"rows": float(total)}, batch)
             self.assertEqual(rows.per_micro_step, expected)
         rows.begin_epoch()
