@@ -69,8 +69,9 @@ class Attachments:
 
         Raises:
             TypeError: An argument's type is wrong.
-            ValueError: The rate is negative; the inner optimizer decays by itself; a
-                micro step was taken without this decay.
+            ValueError: The rate is negative; the inner optimizer decays by itself;
+                weights decay already in another way; a micro step was taken without
+                this decay.
 
         Example:
 
@@ -91,6 +92,13 @@ class Attachments:
         if self._decay.is_like(decay):
             self._decay.rate.assign(decay.rate)
             return
+        if float(self.pipelined_weight_decay) > 0:
+            raise ValueError(
+                "Weights decay already, in another form or with another filter. "
+                f"Received: weight_decay={weight_decay}, decoupled={decoupled}, "
+                f"times_learning_rate={times_learning_rate}, filter={filter!r}. Set "
+                "`optimizer.pipelined_weight_decay = 0` first to change it."
+            )
         self._check_not_traced("decay_weights")
         self._decay = decay
 

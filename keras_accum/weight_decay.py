@@ -167,13 +167,13 @@ def check_does_not_decay(optimizer: Any, decay: WeightDecay) -> None:
     if decay.form is None or decay.form[2]:
         return
     for leaf in leaf_optimizers(optimizer):
-        if leaf.weight_decay:
-            raise ValueError(
-                "The inner optimizer must not decay weights by itself: they would "
-                f"decay twice. Received: {type(leaf).__name__} with "
-                f"weight_decay={leaf.weight_decay}. Construct it with "
-                "weight_decay=None, or pass beside_inner=True for both."
-            )
+        for name, rate in vars(leaf).items():  # Muon has a second one
+            if name.endswith("weight_decay") and rate:
+                raise ValueError(
+                    "The inner optimizer must not decay weights by itself: they would "
+                    f"decay twice. Received: {type(leaf).__name__} with {name}={rate}. "
+                    f"Construct it with {name}=0.0, or pass beside_inner=True for both."
+                )
 
 
 def checked_rate(name: str, rate: Any) -> float:

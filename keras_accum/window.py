@@ -38,6 +38,7 @@ class Window:
         self.skipped_windows = new_variable("skipped_windows")
         self.skipped_micro_batches = new_variable("skipped_micro_batches")
         self.last_window_updated = new_variable("last_window_updated")
+        self.batches_seen = new_variable("batches_seen")
         self.is_weighted = new_variable("is_weighted")
         self.weight = new_variable(
             "weight", dtype="float32", synchronization="on_read", aggregation="sum"

@@ -6,6 +6,7 @@ from keras_accum.callbacks.gradient_noise_scale import GradientNoiseScale
 from keras_accum.callbacks.loss_scale_scheduler import LossScaleScheduler
 from keras_accum.callbacks.partial_window import PartialWindow
 from keras_accum.callbacks.pipelined_weight_decay import PipelinedWeightDecay
+from keras_accum.callbacks.skip_seen_batches import SkipSeenBatches
 
 __all__ = [
     "AccumulationMonitor",
@@ -14,4 +15,5 @@ __all__ = [
     "LossScaleScheduler",
     "PartialWindow",
     "PipelinedWeightDecay",
+    "SkipSeenBatches",
 ]

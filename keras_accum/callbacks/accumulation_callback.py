@@ -51,6 +51,17 @@ class AccumulationCallback(keras.callbacks.Callback):
                 f"{type(other).__name__} and {type(self).__name__}. Leave one out."
             )
 
+    def _num_done(self, batch: int) -> int:
+        """Batches of the epoch that are done at `on_train_batch_end`.
+
+        Of several steps in one execution Keras 3.15 gives the last one's index, Keras
+        3.10 the first one's.
+        """
+        steps = self.model.steps_per_execution
+        num_done = batch - batch % steps + steps
+        num_batches = (self.params or {}).get("steps")
+        return num_done if num_batches is None else min(num_done, num_batches)
+
     def _attach(self, attach: Callable[[], None]) -> None:
         """Attaches to the optimizer, with a retrace if the model was fitted before."""
         try:

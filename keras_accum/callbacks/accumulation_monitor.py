@@ -115,9 +115,8 @@ class AccumulationMonitor(AccumulationCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Looks, if an update is due to be looked at, and logs."""
-        is_new = self._clock.has_ticked(batch)
-        if is_new:
-            self._look(batch, logs, is_in_epoch=True)
+        if self._clock.has_ticked(self._num_done(batch)):
+            self._look(logs, is_in_epoch=True)
         elif self._values:
             length = int(self._values["accumulation_steps"])
             self._values["position"] = -self._clock.micro_steps_left % length
@@ -127,7 +126,7 @@ class AccumulationMonitor(AccumulationCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Looks once more, for what looks at epochs."""
         self._clock.read()
-        self._look(self._clock.last_batch, logs, is_in_epoch=False)
+        self._look(logs, is_in_epoch=False)
         if logs is not None:
             logs.update(self._values)
 
@@ -176,17 +175,17 @@ class AccumulationMonitor(AccumulationCallback):
         values = self._clock.values
         return values["updates"], values["skipped_windows"]
 
-    def _look(self, batch: int, logs: dict[str, Any] | None, is_in_epoch: bool) -> None:
-        values = dict(self._clock.values)
-        self._rows.read(values, batch)
-        steps, now = batch + 1 - self._batches, time.perf_counter()
+    def _look(self, logs: dict[str, Any] | None, is_in_epoch: bool) -> None:
+        values, num_done = dict(self._clock.values), self._clock.num_done
+        self._rows.read(values, num_done)
+        steps, now = num_done - self._batches, time.perf_counter()
         length = values["position"] + values.pop("micro_steps_left")
         rows = self._rows.per_micro_step
         # At an epoch's end other callbacks have been at work, unless none is timed.
         is_timed = is_in_epoch or self.log_every == "epoch"
         if steps > 0 and is_timed:
             self._speed = rows * steps / (now - self._time)
-            self._batches, self._time = batch + 1, now
+            self._batches, self._time = num_done, now
         values.pop("rows", None)
         values["accumulation_steps"] = length
         values["global_batch_size"] = round(rows * length) if rows > 0 else rows

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_accum.arguments import checked_accumulation_steps
+from keras_accum.callbacks.rows import checked_rows
 from keras_accum.callbacks.schedule import ScheduleCallback
 
 
@@ -125,10 +126,10 @@ class _ForGlobalBatch(AccumulationScheduler):
                 f"given. Received: global_batch_size={global_batch_size!r}, "
                 f"accumulation_steps={accumulation_steps!r}. The other one follows."
             )
-        self.micro_batch_size = _checked_rows("micro_batch_size", micro_batch_size)
+        self.micro_batch_size = checked_rows("micro_batch_size", micro_batch_size)
         self._steps = self._rows = None
         if accumulation_steps is None:
-            self._rows = _checked_rows("global_batch_size", global_batch_size)
+            self._rows = checked_rows("global_batch_size", global_batch_size)
         else:
             self._steps = checked_accumulation_steps(accumulation_steps)
 
@@ -157,12 +158,3 @@ class _ForGlobalBatch(AccumulationScheduler):
 
     def _planned(self, count: int) -> int:
         return self.accumulation_steps
-
-
-def _checked_rows(name: str, rows: Any) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(
-            f"`{name}` must be an integer >= 1, a number of rows. "
-            f"Received: {name}={rows!r}"
-        )
-    return rows

@@ -78,8 +78,8 @@ class GradientNoiseScale(AccumulationCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Logs the noise scale, which may be new after an update."""
-        if self._clock.has_ticked(batch):
-            self._rows.read(self._clock.values, batch)
+        if self._clock.has_ticked(self._num_done(batch)):
+            self._rows.read(self._clock.values, self._clock.num_done)
         self._log(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -67,7 +67,7 @@ class PartialWindow(AccumulationCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Counts micro steps."""
-        self._num_batches = batch + 1
+        self._num_batches = self._num_done(batch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """In `fit`, validation begins: it is to see the window applied."""

@@ -84,6 +84,7 @@ class PipelinedWeightDecay(ScheduleCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Attaches the decay to the optimizer."""
         super().on_train_begin(logs)
+        self._last_count = None  # the rate was given back when the last fit ended
         self._rate_before = self._present()
         self._attach(self._decay)
 

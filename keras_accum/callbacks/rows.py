@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 
 class Rows:
@@ -21,15 +22,9 @@ class Rows:
     """
 
     def __init__(self, micro_batch_size: int | None) -> None:
-        self.micro_batch_size = micro_batch_size
-        if micro_batch_size is not None and not (
-            isinstance(micro_batch_size, int) and micro_batch_size >= 1
-        ):
-            raise ValueError(
-                "`micro_batch_size` must be None or an integer >= 1, the rows that one "
-                f"replica sees in one micro step. "
-                f"Received: micro_batch_size={micro_batch_size!r}"
-            )
+        self.micro_batch_size: int | None = None
+        if micro_batch_size is not None:
+            self.micro_batch_size = checked_rows("micro_batch_size", micro_batch_size)
         self.per_micro_step = float("nan")
 
     def quantities(self, model: keras.Model) -> Mapping[str, Callable[[], Any]]:
@@ -47,12 +42,23 @@ class Rows:
         """The metric starts from 0."""
         self._rows, self._batches = 0.0, 0
 
-    def read(self, values: Mapping[str, float], batch: int) -> None:
-        """Takes the rows up to a batch, of those since the last call."""
+    def read(self, values: Mapping[str, float], batches: int) -> None:
+        """Takes the rows of the batches done in the epoch, since the last call."""
         if "rows" not in values:
             return
-        rows, batches = values["rows"], batch + 1
+        rows = values["rows"]
         if batches > self._batches and rows > self._rows:
             new = rows - self._rows
             self.per_micro_step = new / (batches - self._batches)
         self._rows, self._batches = rows, batches
+
+
+def checked_rows(name: str, rows: Any) -> int:
+    """An int >= 1; NumPy integers are converted."""
+    is_integer = isinstance(rows, (int, np.integer)) and not isinstance(rows, bool)
+    if not is_integer or rows < 1:
+        raise ValueError(
+            f"`{name}` must be an integer >= 1, a number of rows. "
+            f"Received: {name}={rows!r}. Pass the size of a batch."
+        )
+    return int(rows)

@@ -73,7 +73,7 @@ class ScheduleCallback(AccumulationCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Sets what is due after an update."""
-        if self._clock is not None and self._clock.has_ticked(batch):
+        if self._clock is not None and self._clock.has_ticked(self._num_done(batch)):
             self._follow(self._clock.updates)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -41,7 +41,7 @@ class UpdateClock:
 
     def begin_epoch(self) -> None:
         """Reads, and counts the batches of an epoch from 0."""
-        self.last_batch = -1
+        self.num_done = 0
         self.read()
 
     def read(self) -> None:
@@ -61,18 +61,17 @@ class UpdateClock:
         if isinstance(self._every, int):
             self._surplus = (self._every - 1) * self._optimizer.accumulation_steps
 
-    def has_ticked(self, batch: int) -> bool:
-        """Counts the micro steps up to a batch; reads if a window has closed since.
+    def has_ticked(self, num_done: int) -> bool:
+        """Counts micro steps; reads if a window has closed since.
 
         Args:
-            batch: Index in the epoch of the last batch, as Keras gives it: several
-                micro steps further with `steps_per_execution` > 1.
+            num_done: Micro steps taken in this epoch until now.
 
         Returns:
             Whether there are new `values`.
         """
-        self.micro_steps_left -= batch - self.last_batch
-        self.last_batch = batch
+        self.micro_steps_left -= num_done - self.num_done
+        self.num_done = num_done
         is_changed = self._changes != self._optimizer.window_changes
         is_due = self.micro_steps_left <= -self._surplus or is_changed
         if is_due and self._every != "epoch":

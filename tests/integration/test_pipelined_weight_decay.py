@@ -212,13 +212,14 @@ class SeveralFitsTest(parameterized.TestCase):
         _fit(model, epochs=1)
         _assert_close(_weight(model), 0.95 * 0.9)
 
-    def test_a_decay_of_another_form_is_given_back_whole(self):
+    def test_a_decay_of_another_form_is_refused_until_it_is_zero(self):
         model = _model()
         model.optimizer.decay_weights(0.5, times_learning_rate=False)
+        with self.assertRaisesRegex(ValueError, "Weights decay already, in another"):
+            _fit(model, PipelinedWeightDecay(0.5), epochs=1)
+        model.optimizer.pipelined_weight_decay = 0.0
         _fit(model, PipelinedWeightDecay(0.5), epochs=1)
         _assert_close(_weight(model), 0.95)
-        _fit(model, epochs=1)
-        _assert_close(_weight(model), 0.95 * 0.5)
 
     @parameterized.parameters("epoch", "update")
     def test_a_second_fit_with_the_same_callback(self, by):
