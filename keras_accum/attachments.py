@@ -92,6 +92,7 @@ class Attachments:
         if self._decay.is_like(decay):
             self._decay.rate.assign(decay.rate)
             return
+        self._check_not_traced("decay_weights")
         if float(self.pipelined_weight_decay) > 0:
             raise ValueError(
                 "Weights decay already, in another form or with another filter. "
@@ -99,7 +100,6 @@ class Attachments:
                 f"times_learning_rate={times_learning_rate}, filter={filter!r}. Set "
                 "`optimizer.pipelined_weight_decay = 0` first to change it."
             )
-        self._check_not_traced("decay_weights")
         self._decay = decay
 
     @property

@@ -252,7 +252,7 @@ class RefusedTest(refusals.RefusalCase):
             self.assert_refused(
                 ValueError,
                 lambda v=value: GradientNoiseScale(v),
-                "`micro_batch_size` must be None or an integer >= 1",
+                "`micro_batch_size` must be an integer >= 1",
                 f"micro_batch_size={value!r}",
             )
 
@@ -285,12 +285,12 @@ class RowsTest(parameterized.TestCase):
         rows = Rows(None)
         rows.begin_epoch()
         self.assertTrue(np.isnan(rows.per_micro_step))
-        for total, batch, expected in ((16, 1, 8), (22, 3, 3), (22, 5, 3)):
-            rows.read({"rows": float(total)}, batch)
+        for total, batches, expected in ((16, 2, 8), (22, 4, 3), (22, 6, 3)):
+            rows.read({"rows": float(total)}, batches)
             self.assertEqual(rows.per_micro_step, expected)
         rows.begin_epoch()
         self.assertEqual(rows.per_micro_step, 3)
-        rows.read({"rows": 5.0}, 0)
+        rows.read({"rows": 5.0}, 1)
         self.assertEqual(rows.per_micro_step, 5)
 
     def test_without_a_metric_they_stay_unknown(self):

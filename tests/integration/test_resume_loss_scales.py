@@ -136,11 +136,11 @@ SCENARIOS = {
         scales=(64.0, 64.0, 64.0, 16.0, 16.0, 16.0),
         requests=((2, 16.0),),
     ),
-    # The second finite update in a row doubles what was asked for, not what was.
+    # What was asked for is the next window's; the second update after it doubles it.
     "dynamic_asked_for_16": Scenario(
         _dynamic(growth_interval=2),
         saved_at=(3, 5, 7),
-        scales=(64.0, 64.0, 64.0, 32.0, 32.0, 32.0, 32.0, 64.0),
+        scales=(64.0, 64.0, 64.0, 16.0, 16.0, 16.0, 16.0, 32.0),
         requests=((2, 16.0),),
     ),
     # It counts updates: the second window makes none.
