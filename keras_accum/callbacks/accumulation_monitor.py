@@ -72,6 +72,7 @@ class AccumulationMonitor(AccumulationCallback):
         "learning_rate",
         "samples_per_second",
     )
+    ALSO = ("loss", "gradient_noise_scale")  # of the logs, if they are there
     COUNTS = ("updates", "position", "accumulation_steps", "skipped_windows")
 
     def __init__(
@@ -85,7 +86,7 @@ class AccumulationMonitor(AccumulationCallback):
         self.tensorboard = tensorboard
         self._rows = Rows(micro_batch_size)
         self.history: dict[str, list[float]] = {key: [] for key in self.KEYS}
-        self.history["loss"] = []
+        self.history |= {key: [] for key in self.ALSO}
         self._writer: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -138,6 +139,9 @@ class AccumulationMonitor(AccumulationCallback):
 
     def plot_history(self, path: str | Path) -> None:
         """Draws what was logged, over the updates, into a file.
+
+        With a `GradientNoiseScale` before the monitor in the list, its scale is drawn
+        beside the global batch size.
 
         Args:
             path: Of the picture; its suffix says which format, `.png` or `.svg`.
@@ -196,10 +200,11 @@ class AccumulationMonitor(AccumulationCallback):
         if self._closed != self._num_closed():
             self._warn_of_skips()
             self._closed = self._num_closed()
-            self._record((logs or {}).get("loss", float("nan")))
+            self._record(logs or {})
 
-    def _record(self, loss: float) -> None:
-        for key, value in {**self._values, "loss": loss}.items():
+    def _record(self, logs: dict[str, Any]) -> None:
+        others = {key: logs.get(key, float("nan")) for key in self.ALSO}
+        for key, value in {**self._values, **others}.items():
             self.history[key].append(value)
         if self._writer is not None:
             with self._writer.as_default(step=int(self._values["updates"])):

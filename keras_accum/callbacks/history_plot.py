@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,14 +39,20 @@ def draw(history: Mapping[str, Sequence[float]], path: str | Path) -> None:
     figure = imported("matplotlib.figure", "plot").Figure(
         figsize=(10, 7), layout="constrained"
     )
+    noise = history["gradient_noise_scale"]
+    marker = "." if len(noise) < 100 else ""
     panels = figure.subplots(3, 2, sharex=True).flat
     for axes, (key, title, is_count) in zip(panels, PANELS, strict=True):
         style = "steps-post" if is_count else "default"
-        axes.plot(history["updates"], history[key], drawstyle=style, marker=".")
+        axes.plot(history["updates"], history[key], drawstyle=style, marker=marker)
         axes.set_title(title)
         axes.grid(alpha=0.3)
         if key in LOGARITHMIC and min(history[key]) > 0:
             axes.set_yscale("log", base=2 if is_count else 10)
+        if key == "global_batch_size" and not all(map(math.isnan, noise)):
+            axes.plot(history["updates"], noise, label="gradient noise scale")
+            axes.set_yscale("log", base=2)
+            axes.legend()
     for axes in figure.axes[-2:]:
         axes.set_xlabel("updates")
     figure.savefig(path, dpi=120)

@@ -61,6 +61,14 @@ class ExamplesTest(parameterized.TestCase):
             self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
         self.assertIn("windows that overflowed   5, until 2**19", printed)
 
+    def test_schedules_draws_its_history(self):
+        with tempfile.TemporaryDirectory() as folder:
+            plot = pathlib.Path(folder) / "schedules.png"
+            printed = run_example("schedules.py", "--epochs=8", f"--plot={plot}")
+            self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+        # 96 micro steps an epoch, in windows of 1, 2, 4 and 8, two epochs each.
+        self.assertIn("updates      360, as they should be: 360", printed)
+
     def test_compared_with_keras(self):
         printed = run_example("compared_with_keras.py")
         self.assertIn("RuntimeError", printed)
