@@ -15,7 +15,13 @@ from keras_accum.accumulators import Accumulators
 from keras_accum.attachments import Attachments
 from keras_accum.inner_optimizer import surrounding_optimizer
 from keras_accum.known_variables import KnownVariables
-from keras_accum.reduction import MICRO_REDUCTIONS, REPLICA_REDUCTIONS, Reduction
+from keras_accum.reduction import (
+    MICRO_REDUCTIONS,
+    REDUCE_EVERY,
+    REPLICA_REDUCTIONS,
+    Reduction,
+)
+from keras_accum.replica_groups import GROUPS_DIVERGE, checked_groups
 from keras_accum.window import Window
 from keras_accum.window_state import WindowState
 from keras_accum.window_view import WindowView
@@ -58,6 +64,8 @@ class AccumulationState(Attachments, WindowView):
         accumulator_dtype: Any,
         loss_scale: Any,
         on_nonfinite: Any,
+        reduce_every: Any,
+        replica_groups: Any,
         is_default_scale: bool,
     ) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
@@ -74,6 +82,11 @@ class AccumulationState(Attachments, WindowView):
         self._has_default_scale = is_default_scale and loss_scale == 1.0
         scale = arguments.loss_scale_of(loss_scale)
         self._strategy = arguments.supported_strategy()
+        choice("reduce_every", reduce_every, REDUCE_EVERY)
+        self._reduces_early = reduce_every == "micro_step"
+        self._groups = checked_groups(
+            "replica_groups", replica_groups, self._strategy.num_replicas_in_sync
+        )
         self._is_distributed = tf.distribute.has_strategy()
         self._from_anywhere = boundary.FromAnywhere(self._strategy)
         self._accumulators: Any = None  # `Accumulators`, for windows of more than one
@@ -84,9 +97,11 @@ class AccumulationState(Attachments, WindowView):
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.
         self.window_state = WindowState(
-            self._strategy, self.reset, self._reduction.is_running
+            self._strategy, self.reset, self._reduction.is_running, self._groups.is_one
         )
-        self._window = Window(steps, self.window_state.new_variable)
+        self._window = Window(
+            steps, self.window_state.new_variable, self._reduces_early
+        )
         others = self.window_state.names
         self._loss_scale = scale.built(self.window_state.new_variable)
         self._names_of_scale = [
@@ -114,6 +129,8 @@ class AccumulationState(Attachments, WindowView):
             self._known_variables = KnownVariables(variables, self._strategy)
             self._allocate_accumulators(self._most_steps)
             self._warn_of_a_missing_loss_scale()
+            if not self._groups.is_one:
+                warnings.warn(GROUPS_DIVERGE, stacklevel=2)
             self.window_state.finish()
         self.built = True
 
@@ -145,6 +162,7 @@ class AccumulationState(Attachments, WindowView):
                 ),
                 self._reduction,
                 self.window_state.new_variable,
+                self._reduces_early,
             )
 
     def reset(self) -> None:
@@ -225,6 +243,8 @@ class AccumulationState(Attachments, WindowView):
             "accumulator_dtype": arguments.serialized(self._accumulator_dtype),
             "loss_scale": arguments.serialized(self._loss_scale_argument),
             "on_nonfinite": self._on_nonfinite,
+            "reduce_every": "micro_step" if self._reduces_early else "window",
+            "replica_groups": self._groups.said,
         }
 
     # What other optimizers say to this one.

@@ -33,6 +33,7 @@ class Accumulators:
         dtype_of: The dtype of a variable's accumulator.
         reduction: How micro-batches combine.
         new_variable: Makes the `tf.Variable` of an accumulator, see `Window`.
+        is_reduced: Whether what is added is reduced over the replicas already.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Accumulators:
         dtype_of: DTypeOf,
         reduction: Reduction,
         new_variable: NewVariable,
+        is_reduced: bool = False,
     ) -> None:
         self._reduction = reduction
         self._takes_maximum = [is_overwritten(v) for v in variables]
@@ -48,8 +50,9 @@ class Accumulators:
         # gradient is None by the shape of the program, not by its data.
         self._has_gradient = new_variable("has_gradient", shape=(len(variables),))
         # What is saved must not depend on how many replicas there are: a mean over
-        # them needs no more than their mean.
-        aggregation = "mean" if reduction.replica == "mean" else "sum"
+        # them needs no more than their mean, and what is reduced is equal on all.
+        is_mean = reduction.replica == "mean" or is_reduced
+        aggregation = "mean" if is_mean else "sum"
         self._accumulators = [
             new_variable(
                 f"accumulator_{index}",

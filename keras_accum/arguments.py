@@ -16,6 +16,7 @@ from keras_accum.known_variables import display_name, native
 from keras_accum.loss_scale import LossScale, NoLossScale
 from keras_accum.reduction import Reduction
 
+ReplicaGroupsArgument = int | Sequence[Sequence[int]] | None
 AccumulatorDType = str | tf.DType | Callable[[Any], Any] | None
 
 

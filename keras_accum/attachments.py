@@ -11,6 +11,7 @@ from keras_accum.arguments import StepIsTraced
 from keras_accum.boundary import FromAnywhere
 from keras_accum.gradient_measurements import GradientMeasurements, NoMeasurements
 from keras_accum.reduction import Reduction
+from keras_accum.replica_groups import ReplicaGroups
 from keras_accum.weight_decay import (
     Filter,
     NoWeightDecay,
@@ -29,6 +30,7 @@ class Attachments:
 
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
+    _groups: ReplicaGroups
     _from_anywhere: FromAnywhere
     _has_stepped: bool
 
@@ -137,6 +139,12 @@ class Attachments:
             raise ValueError(
                 "`momentum` must be in [0, 1). "
                 f"Received: momentum={momentum!r}. Use for example 0.95."
+            )
+        if noise and not self._groups.is_one:
+            raise ValueError(
+                "`noise` must be False with several groups of replicas: each has a "
+                "reduced gradient of its own. Received: noise=True. Leave "
+                "replica_groups out."
             )
         present = self._measurements
         is_enough = isinstance(present, GradientMeasurements) and not noise

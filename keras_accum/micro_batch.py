@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_accum.arguments import check_strategy
-from keras_accum.known_variables import KnownVariables, display_name, native
-from keras_accum.reduction import Reduction
+from keras_accum.arguments import (
+    AccumulatorDType,
+    check_strategy,
+    dtype_of_accumulator,
+)
+from keras_accum.known_variables import (
+    KnownVariables,
+    display_name,
+    is_overwritten,
+    native,
+)
+from keras_accum.reduction import Reduction, weighted
 
 
 def check_replica_context(strategy: tf.distribute.Strategy) -> None:
@@ -85,6 +94,28 @@ def aligned(
             stacklevel=3,
         )
     return gradients
+
+
+def weighted_gradients(
+    gradients: Sequence[Any],
+    weight: tf.Tensor | None,
+    variables: KnownVariables,
+    accumulator_dtype: AccumulatorDType,
+) -> tuple[list[int], list[Any], list[bool]]:
+    """The gradients that are there, times their weight, in the accumulators' dtype.
+
+    Returns:
+        The indices of their variables, the gradients, and whether their variables are
+        overwritten with them: these are left as they are.
+    """
+    given = [index for index, g in enumerate(gradients) if g is not None]
+    local = [gradients[index] for index in given]
+    overwritten = [is_overwritten(variable) for variable in variables.at(given)]
+    for place, variable in enumerate(variables.at(given)):
+        if not overwritten[place]:
+            dtype = dtype_of_accumulator(variable, accumulator_dtype)
+            local[place] = weighted(local[place], weight, dtype)
+    return given, local, overwritten
 
 
 def _check_shape(gradient: Any, variable: Any) -> None:

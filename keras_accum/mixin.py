@@ -53,6 +53,8 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
         accumulator_dtype: arguments.AccumulatorDType = None,
         loss_scale: float | str | LossScale | None = None,
         on_nonfinite: str = "skip_window",
+        reduce_every: str = "window",
+        replica_groups: arguments.ReplicaGroupsArgument = None,
         **kwargs: Any,
     ) -> None:
         arguments.check_backend()
@@ -67,6 +69,8 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
             accumulator_dtype,
             scale,
             on_nonfinite,
+            reduce_every,
+            replica_groups,
             is_default_scale=loss_scale is None,
         )
 

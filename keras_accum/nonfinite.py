@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from keras_accum.reduction import Gradient, are_finite
+from keras_accum.reduction import Gradient, are_finite, combine_over_replicas
+from keras_accum.replica_groups import ReplicaGroups
 from keras_accum.window import Window
 
 POLICIES = ("skip_window", "skip_micro_batch", "propagate")
@@ -29,20 +30,32 @@ def weight_if_finite(
 
 
 def verdict(
-    policy: str, reduced: Sequence[Gradient], totals: Mapping[str, tf.Tensor]
+    policy: str,
+    reduced: Sequence[Gradient],
+    totals: Mapping[str, tf.Tensor],
+    riders: Mapping[str, tf.Tensor],
+    groups: ReplicaGroups,
 ) -> dict[str, tf.Tensor]:
     """What is to be done with a reduced window.
 
     Args:
         policy: One of `POLICIES`.
-        reduced: The gradients, equal on all replicas.
-        totals: What rode along with them, equal on all replicas.
+        reduced: The gradients, equal on all replicas of a group.
+        totals: What rode along with them, equal on all replicas of a group.
+        riders: What is still to be summed over all replicas, of this one.
+        groups: Whose replicas have summed among themselves.
 
     Returns:
         Scalar bools `is_good`: an update is to be made; `is_clean`: nothing in the
         window was infinite or NaN; and the totals.
     """
     is_finite = are_finite(reduced)
+    if riders or not groups.is_one:  # one verdict for all groups
+        flag = {"not_finite": tf.cast(tf.logical_not(is_finite), tf.float32)}
+        all_replicas = ReplicaGroups(None, groups.num_replicas)
+        _, summed = combine_over_replicas([], {**riders, **flag}, [], all_replicas)
+        is_finite = tf.equal(summed.pop("not_finite"), 0.0)
+        totals = {**totals, **summed}
     is_good = True if policy == "propagate" else is_finite
     return {
         "is_good": tf.logical_and(is_good, totals.get("weight", 1.0) > 0),

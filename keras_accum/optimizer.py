@@ -20,7 +20,7 @@ from keras_accum.accumulation_state import AccumulationState
 from keras_accum.average_overwrite import overwritten_with_average
 from keras_accum.inner_optimizer import is_multi_optimizer
 from keras_accum.known_variables import is_overwritten, native
-from keras_accum.reduction import combine_over_replicas, divide_all, weighted
+from keras_accum.reduction import divide_all, reduce_micro_batch, reduce_window
 from keras_accum.window import share_of
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -89,10 +89,14 @@ class Accumulation(AccumulationState):
         self._measurements.observe(gradients, weight, known, self._loss_scale)
         if self._accumulators is None:  # a window of one: nothing to store
             self._close_now(gradients, weight)
-        else:
-            self._accumulators.add(gradients, weight, self._window.position)
-            self._window.advance(weight)
-            self._close_if(self._window.is_full(), gradients)
+            return
+        share = share_of(weight)
+        if self._reduces_early:
+            gradients, share = self._reduce_early(gradients, weight, share)
+            weight = None
+        self._accumulators.add(gradients, weight, self._window.position)
+        self._window.advance(share)
+        self._close_if(self._window.is_full(), gradients)
 
     def _aligned(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list:
         """One gradient or None per variable built for; builds on the first call."""
@@ -110,18 +114,28 @@ class Accumulation(AccumulationState):
 
     def _close_now(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> None:
         """Replica context: closes a window of one, which is the micro-batch itself."""
-        given = [index for index, g in enumerate(gradients) if g is not None]
-        local = [gradients[index] for index in given]
-        for place, variable in enumerate(self._known_variables.at(given)):
-            if not is_overwritten(variable):
-                dtype = arguments.dtype_of_accumulator(
-                    variable, self._accumulator_dtype
-                )
-                local[place] = weighted(local[place], weight, dtype)
+        given, local, _ = micro_batch.weighted_gradients(
+            gradients, weight, self._known_variables, self._accumulator_dtype
+        )
         if weight is not None:
             weight = tf.convert_to_tensor(share_of(weight))
         close = functools.partial(self._close_window, given, [], None)
         boundary.merge(close, local, weight)
+
+    def _reduce_early(
+        self, gradients: Sequence[Any], weight: tf.Tensor | None, share: Any
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Replica context: reduces a micro-batch, before it is accumulated."""
+        given, local, overwritten = micro_batch.weighted_gradients(
+            gradients, weight, self._known_variables, self._accumulator_dtype
+        )
+        combined, share = reduce_micro_batch(
+            local, share, overwritten, self._reduction, self._groups
+        )
+        reduced = list(gradients)
+        for index, gradient in zip(given, combined, strict=True):
+            reduced[index] = gradient
+        return reduced, share
 
     def _close_if(self, is_due: tf.Tensor, gradients: Sequence[Any]) -> None:
         """Replica context: closes the window on all replicas, if it is due.
@@ -197,15 +211,17 @@ class Accumulation(AccumulationState):
             The reduced gradients, divided and unscaled, and what is known of them:
             all equal on all replicas.
         """
+        is_reduced = gradients is None and self._reduces_early
+        reduction = self._reduction.of_reduced if is_reduced else self._reduction
         if gradients is None:
             gradients = self._accumulators.read(indices)
             weight = self._window.weight.read_value()
         variables = self._known_variables.at(indices)
         overwritten = [is_overwritten(variable) for variable in variables]
-        combined, totals = combine_over_replicas(
-            gradients, self._riders(weight), overwritten
+        combined, totals, riders = reduce_window(
+            gradients, self._riders(weight), overwritten, self._groups, is_reduced
         )
-        divisor = self._reduction.divisor(totals.get("weight"))
+        divisor = reduction.divisor(totals.get("weight"), self._groups.size)
         reduced = divide_all(
             combined,
             [
@@ -215,7 +231,9 @@ class Accumulation(AccumulationState):
             [arguments.dtype_of_reduced(v, self._accumulator_dtype) for v in variables],
         )
         totals |= self._measurements.of_reduced(reduced, variables, totals)
-        return reduced, nonfinite.verdict(self._on_nonfinite, reduced, totals)
+        return reduced, nonfinite.verdict(
+            self._on_nonfinite, reduced, totals, riders, self._groups
+        )
 
     def _riders(self, weight: tf.Tensor | None) -> dict[str, tf.Tensor]:
         """What this replica has to say of the window beside its gradients."""

@@ -8,10 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_accum.replica_groups import ReplicaGroups
+
 Gradient = tf.Tensor | tf.IndexedSlices
 
 MICRO_REDUCTIONS = ("mean", "sum", "running_mean")
 REPLICA_REDUCTIONS = ("sum", "mean")
+REDUCE_EVERY = ("window", "micro_step")
 
 
 def map_values(
@@ -45,6 +48,7 @@ def combine_over_replicas(
     gradients: Sequence[Gradient],
     riders: Mapping[str, tf.Tensor],
     takes_maximum: Sequence[bool],
+    groups: ReplicaGroups,
 ) -> tuple[list[Gradient], dict[str, tf.Tensor]]:
     """Combines local gradients and riders over the replicas, in one batched call.
 
@@ -55,10 +59,11 @@ def combine_over_replicas(
         gradients: This replica's.
         riders: This replica's weight and counts, float32 scalars, which ride along.
         takes_maximum: Where True, the elementwise maximum of the gradient is wanted,
-            not the sum.
+            over all replicas, not the sum.
+        groups: Whose replicas sum among themselves.
 
     Returns:
-        The combined gradients and the summed riders, equal on all replicas.
+        The combined gradients and the summed riders, equal on all replicas of a group.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -71,7 +76,7 @@ def combine_over_replicas(
     is_wide = tf.float64 in dtypes and tf.float32 not in dtypes
     rider_dtype = tf.float64 if is_wide else tf.float32
     addends += [tf.cast(rider, rider_dtype) for rider in riders.values()]
-    totals = _all_reduce(addends)
+    totals = groups.all_reduce_sum(addends)
     for i, total in zip(summed, totals, strict=False):
         combined[i] = total
     for i, is_maximum in enumerate(takes_maximum):
@@ -87,18 +92,6 @@ def _as_gradient(gradient: Any) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.convert_to_tensor(gradient)
-
-
-def _all_reduce(values: Sequence[Gradient]) -> list[Any]:
-    context = tf.distribute.get_replica_context()
-    totals: list[Any] = [None] * len(values)
-    for dtype in sorted({value.dtype for value in values}, key=lambda each: each.name):
-        of_dtype = [i for i, value in enumerate(values) if value.dtype == dtype]
-        batch = [values[i] for i in of_dtype]
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, batch)
-        for i, total in zip(of_dtype, reduced, strict=True):
-            totals[i] = total
-    return totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,18 +117,25 @@ class Reduction:
     replica: str
 
     @property
+    def of_reduced(self) -> Reduction:
+        """What is left to be done with sums that are reduced over the replicas."""
+        return Reduction(self.micro, "sum")
+
+    @property
     def is_running(self) -> bool:
         """Whether the accumulators hold a mean while the window fills."""
         return self.micro == "running_mean"
 
-    def divisor(self, total_weight: tf.Tensor | None) -> tf.Tensor | float | None:
+    def divisor(
+        self, total_weight: tf.Tensor | None, replicas: int
+    ) -> tf.Tensor | float | None:
         """What the sum over replicas is divided by; None when by nothing.
 
         Args:
             total_weight: float32 scalar, sum(W) / R; None when every micro-batch in a
                 window of one weighs 1.
+            replicas: R, those that were summed.
         """
-        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
         is_mean = self.replica == "mean"
         if self.micro == "mean" and total_weight is not None:
             # A window of no weight holds zeros, and no NaN is to come of them.
@@ -187,3 +187,58 @@ def divide_all(
         divide(gradient, divisor, dtype)
         for gradient, divisor, dtype in zip(gradients, divisors, dtypes, strict=True)
     ]
+
+
+def reduce_micro_batch(
+    gradients: Sequence[Gradient],
+    share: tf.Tensor | float,
+    takes_maximum: Sequence[bool],
+    reduction: Reduction,
+    groups: ReplicaGroups,
+) -> tuple[list[Gradient], tf.Tensor]:
+    """Reduces one micro-batch over the replicas, before it is accumulated.
+
+    Args:
+        gradients: This replica's, times their weight.
+        share: This replica's in the weight of the micro step, see `share_of`.
+        takes_maximum: As in `combine_over_replicas`.
+        reduction: Of it the part over replicas.
+        groups: Whose replicas sum among themselves.
+
+    Returns:
+        The reduced gradients, and the mean weight in the group.
+    """
+    riders = {"weight": tf.convert_to_tensor(share)}
+    combined, totals = combine_over_replicas(gradients, riders, takes_maximum, groups)
+    if reduction.replica == "mean" and groups.size > 1:
+        size = float(groups.size)
+        combined = [
+            g if is_maximum else divide(g, size, g.dtype)
+            for g, is_maximum in zip(combined, takes_maximum, strict=True)
+        ]
+    return combined, totals["weight"] * float(len(groups.assignment))
+
+
+def reduce_window(
+    gradients: Sequence[Gradient],
+    riders: dict[str, tf.Tensor],
+    takes_maximum: Sequence[bool],
+    groups: ReplicaGroups,
+    is_reduced: bool,
+) -> tuple[Sequence[Gradient], dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    """Reduces a window over the replicas, unless its micro steps were.
+
+    Returns:
+        The combined gradients, the totals of a group, and the riders that are still to
+        be summed over all replicas.
+    """
+    if is_reduced:
+        totals = {"weight": riders["weight"]}
+        others = {name: r for name, r in riders.items() if name != "weight"}
+        return gradients, totals, others if groups.is_one else riders
+    combined, totals = combine_over_replicas(gradients, riders, takes_maximum, groups)
+    if groups.is_one:
+        return combined, totals, {}
+    if "weight" in totals:
+        totals["weight"] *= float(len(groups.assignment))
+    return combined, totals, riders

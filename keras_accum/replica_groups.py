@@ -8,6 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+GROUPS_DIVERGE = (
+    "Replicas sum inside their groups only: the copies of a variable part ways from "
+    "one group to the next. What reads or evaluates one sees the copy of replica 0; "
+    "nothing can be saved."
+)
+
 
 class ReplicaGroups:
     """Which replicas sum with which.
@@ -16,15 +22,20 @@ class ReplicaGroups:
         assignment: For each group the ids of its replicas: a permutation of
             `range(num_replicas)` in lists of equal length. None is one group of all.
         num_replicas: How many there are.
+        said: The argument that was passed for them, to be said again in a config.
     """
 
     def __init__(
-        self, assignment: Sequence[Sequence[int]] | None, num_replicas: int
+        self,
+        assignment: Sequence[Sequence[int]] | None,
+        num_replicas: int,
+        said: Any = None,
     ) -> None:
         if assignment is None:
             assignment = [list(range(num_replicas))]
         self.assignment = [list(group) for group in assignment]
         self.num_replicas = num_replicas
+        self.said = said
 
     @property
     def size(self) -> int:
@@ -88,14 +99,13 @@ def checked_groups(name: str, groups: Any, num_replicas: int) -> ReplicaGroups:
         num_replicas: How many there are.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: The size does not divide the number of replicas; the lists are no
-            permutation of `range(num_replicas)`, or not of equal length.
+        ValueError: It is something else; the size does not divide the number of
+            replicas; the lists are no permutation of `range(num_replicas)`, or not of
+            equal length.
     """
     if groups is None:
         return ReplicaGroups(None, num_replicas)
-    is_size = isinstance(groups, (int, np.integer)) and not isinstance(groups, bool)
-    if is_size:
+    if isinstance(groups, (int, np.integer)) and not isinstance(groups, bool):
         if groups < 1 or num_replicas % groups:
             raise ValueError(
                 f"`{name}` must divide the number of replicas. Received: "
@@ -103,18 +113,20 @@ def checked_groups(name: str, groups: Any, num_replicas: int) -> ReplicaGroups:
                 f"{[n for n in range(1, num_replicas + 1) if num_replicas % n == 0]}."
             )
         consecutive = np.arange(num_replicas).reshape(-1, groups).tolist()
-        return ReplicaGroups(consecutive, num_replicas)
+        return ReplicaGroups(consecutive, num_replicas, int(groups))
     expected = (
         f"`{name}` must be a list of lists of equal length, which together hold each "
         f"replica of 0 to {num_replicas - 1} once. Received: {name}={groups!r}. Write "
         f"for example {[[2 * i, 2 * i + 1] for i in range(max(1, num_replicas // 2))]}."
     )
-    is_list = isinstance(groups, (list, tuple)) and len(groups) > 0
-    if not is_list or not all(isinstance(group, (list, tuple)) for group in groups):
+    lists: Any = groups
+    is_list = isinstance(lists, (list, tuple)) and len(lists) > 0
+    if not is_list or not all(isinstance(group, (list, tuple)) for group in lists):
         raise ValueError(expected)
-    ids = [replica for group in groups for replica in group]
+    ids = [replica for group in lists for replica in group]
     is_ints = all(isinstance(i, (int, np.integer)) for i in ids)
     is_permutation = is_ints and sorted(ids) == list(range(num_replicas))
-    if not is_permutation or len({len(group) for group in groups}) != 1:
+    if not is_permutation or len({len(group) for group in lists}) != 1:
         raise ValueError(expected)
-    return ReplicaGroups(groups, num_replicas)
+    said = [list(group) for group in lists]
+    return ReplicaGroups(lists, num_replicas, said)

@@ -26,12 +26,16 @@ class Window:
         new_variable: Makes the `tf.Variable` that a counter lives in. Called with
             a name and, where they differ from an int32 scalar that is equal on
             all replicas, `dtype`, `initial`, `synchronization`, `aggregation`.
+        is_reduced: Whether each micro step is reduced over the replicas, so that all
+            of them have the whole weight.
 
     Source: optax keeps the same two counters apart, the place in the window and the
         updates done (`optax.MultiStepsState`).
     """
 
-    def __init__(self, length: int, new_variable: NewVariable) -> None:
+    def __init__(
+        self, length: int, new_variable: NewVariable, is_reduced: bool = False
+    ) -> None:
         self.position = new_variable("position")
         self.length = new_variable("length", initial=length)
         self.next_length = new_variable("next_length", initial=length)
@@ -41,7 +45,10 @@ class Window:
         self.batches_seen = new_variable("batches_seen")
         self.is_weighted = new_variable("is_weighted")
         self.weight = new_variable(
-            "weight", dtype="float32", synchronization="on_read", aggregation="sum"
+            "weight",
+            dtype="float32",
+            synchronization="on_read",
+            aggregation="mean" if is_reduced else "sum",
         )
         self.bad_micro_batches = new_variable(
             "bad_micro_batches",
@@ -54,9 +61,14 @@ class Window:
         """Notes that the window holds a weight that the user gave, such as rows."""
         self.is_weighted.assign(1)
 
-    def advance(self, weight: tf.Tensor | None) -> None:
-        """Takes one micro step of a weight, as `share_of` takes it."""
-        self.weight.assign_add(share_of(weight))
+    def advance(self, share: tf.Tensor | float) -> None:
+        """Takes one micro step.
+
+        Args:
+            share: This replica's in the weight, as `share_of` gives it; or that of all
+                replicas, if micro steps are reduced.
+        """
+        self.weight.assign_add(share)
         self.position.assign_add(1)
 
     def is_full(self) -> tf.Tensor:

@@ -31,6 +31,7 @@ class WindowState(keras.layers.Layer):
         strategy: Owns the variables.
         reset: Empties the window; called when a file holds none.
         is_running_mean: Whether the accumulators hold means, not sums.
+        can_be_saved: Whether one file can hold what all replicas have.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class WindowState(keras.layers.Layer):
         strategy: tf.distribute.Strategy,
         reset: Callable[[], None],
         is_running_mean: bool,
+        can_be_saved: bool = True,
     ) -> None:
         super().__init__(name="window_state")
         self._strategy = strategy
         self._reset = reset
         self._is_running_mean = is_running_mean
+        self._can_be_saved = can_be_saved
         self._names: list[str] = []
         self._largest: set[str] = set()
         self._to_be_loaded: Any = None
@@ -105,6 +108,7 @@ class WindowState(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes what a resumed training needs, whatever the number of replicas."""
+        self._check_can_be_saved()
         for name in self._names:
             variable = getattr(self, name)
             if name in self._largest:
@@ -117,6 +121,7 @@ class WindowState(keras.layers.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         """Takes up the window that was saved; an empty store is an empty window."""
+        self._check_can_be_saved()
         saved = set(store.keys())
         if not saved:
             self._reset()
@@ -142,6 +147,14 @@ class WindowState(keras.layers.Layer):
                 "it.",
                 restored,
                 constructed_with,
+            )
+
+    def _check_can_be_saved(self) -> None:
+        if not self._can_be_saved:
+            raise ValueError(
+                "An optimizer must have one group of replicas to be saved or loaded: a "
+                "file holds one copy of a variable, and each group has its own. "
+                "Received: replica_groups of several groups. Leave replica_groups out."
             )
 
     def _rows_factor(self, store: Any) -> float:

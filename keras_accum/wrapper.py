@@ -73,6 +73,14 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
             holds one leaves the window and its divisor, on the replica where it was,
             and is counted in `skipped_micro_batches`; costs a pass over each
             micro-gradient. `"propagate"`: it reaches the variables.
+        reduce_every: `"window"` reduces over the replicas once per window.
+            `"micro_step"` reduces each micro-batch and accumulates what is reduced: the
+            same numbers, for N times the traffic.
+        replica_groups: None; the size of groups of consecutive replicas; or a list of
+            lists of replica ids. Replicas sum inside their group only, so that the
+            copies of a variable part ways from group to group, and nothing can be
+            saved. It costs as many times the traffic as there are groups, and one more
+            collective of a few scalars, for one verdict over all groups.
         name: Of the optimizer.
 
     Raises:
@@ -102,6 +110,8 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
         accumulator_dtype: arguments.AccumulatorDType = None,
         loss_scale: float | str | LossScale | None = None,
         on_nonfinite: str = "skip_window",
+        reduce_every: str = "window",
+        replica_groups: arguments.ReplicaGroupsArgument = None,
         name: str | None = None,
     ) -> None:
         arguments.check_backend()
@@ -116,6 +126,8 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
             accumulator_dtype,
             scale,
             on_nonfinite,
+            reduce_every,
+            replica_groups,
             is_default_scale=loss_scale is None,
         )
 

@@ -6,7 +6,14 @@ from absl.testing import absltest
 
 from tests.contract import sources
 
-ENGINE = ("window", "known_variables", "reduction", "boundary", "accumulators")
+ENGINE = (
+    "window",
+    "known_variables",
+    "replica_groups",
+    "reduction",
+    "boundary",
+    "accumulators",
+)
 
 # From the ground up. A module imports from the layers below its own, and from none
 # that stand beside it. A new module is entered here: that is where it is decided what
@@ -15,11 +22,12 @@ LAYERS = (
     {
         "window",
         "known_variables",
-        "reduction",
+        "replica_groups",
         "boundary",
         "already_reduced",
         "optional_imports",
     },
+    {"reduction"},
     {
         "accumulators",
         "loss_scale",

@@ -82,6 +82,8 @@ OPTIONS = {
     "accumulator_dtype": None,
     "loss_scale": None,
     "on_nonfinite": "skip_window",
+    "reduce_every": "window",
+    "replica_groups": None,
 }
 
 

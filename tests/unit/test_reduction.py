@@ -5,6 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from keras_accum import reduction
+from keras_accum.replica_groups import ReplicaGroups
 from tests import engine, registry
 
 R = registry.NUM_REPLICAS
@@ -58,7 +59,8 @@ class DivisorTest(parameterized.TestCase):
         subject = reduction.Reduction(micro, replica)
 
         def divide_twelve(total_weight):
-            divisor = subject.divisor(total_weight)
+            replicas = strategy.num_replicas_in_sync
+            divisor = subject.divisor(total_weight, replicas)
             return tf.constant(12.0) if divisor is None else 12.0 / divisor
 
         for total_weight, expected in ((tf.constant(12.0), weighted), (None, plain)):
@@ -178,7 +180,10 @@ class CombineOverReplicasTest(parameterized.TestCase):
         gradients = [tf.constant([1.0]), _slices([[1.0]], [2]), tf.constant(3.0)]
         weight, count = tf.constant(2.0), tf.constant(3.0)
         combined, totals = reduction.combine_over_replicas(
-            gradients, {"weight": weight, "count": count}, [False, False, True]
+            gradients,
+            {"weight": weight, "count": count},
+            [False, False, True],
+            ReplicaGroups(None, 1),
         )
         for one, other in zip(combined, gradients, strict=True):
             self.assertIs(one, other)
@@ -188,7 +193,9 @@ class CombineOverReplicasTest(parameterized.TestCase):
 
     def _combined(self, gradients, riders, takes_maximum):
         def combine(gradients, riders):
-            return reduction.combine_over_replicas(gradients, riders, takes_maximum)
+            return reduction.combine_over_replicas(
+                gradients, riders, takes_maximum, ReplicaGroups(None, R)
+            )
 
         return engine.on_replicas(registry.mirrored(), combine, gradients, riders)
 
@@ -253,7 +260,9 @@ class CombineOverReplicasTest(parameterized.TestCase):
         def combine(values):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             slices = tf.IndexedSlices(values, tf.stack([replica, 3]), (8, 2))
-            combined, _ = reduction.combine_over_replicas([slices], {}, [False])
+            combined, _ = reduction.combine_over_replicas(
+                [slices], {}, [False], ReplicaGroups(None, R)
+            )
             return tf.convert_to_tensor(combined[0])
 
         values = [np.float32([[1, r], [2, 5 * r]]) for r in range(R)]

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from keras_accum.window import Window
+from keras_accum.window import Window, share_of
 from tests import engine, registry
 
 
@@ -20,7 +20,7 @@ class WindowTest(parameterized.TestCase):
 
     def _advance(self, times=1):
         for _ in range(times):
-            self._run(lambda: self.window.advance(None))
+            self._run(lambda: self.window.advance(share_of(None)))
 
     def _everywhere(self, method):
         """What a predicate says, which every replica must say alike."""
@@ -56,9 +56,11 @@ class WindowTest(parameterized.TestCase):
     def test_each_replica_sums_its_share_of_the_weight(self, strategy):
         self._open(strategy, length=3)
         weights = [float(2 + r) for r in range(self.strategy.num_replicas_in_sync)]
-        self._run(self.window.advance, weights)
+        self._run(lambda weight: self.window.advance(share_of(weight)), weights)
         self._advance()
-        self._run(self.window.advance, [0.5] * len(weights))
+        self._run(
+            lambda weight: self.window.advance(share_of(weight)), [0.5] * len(weights)
+        )
         expected = [(weight + 1.5) / len(weights) for weight in weights]
         actual = engine.copies(self.strategy, self.window.weight)
         np.testing.assert_array_equal(actual, expected)
