@@ -48,6 +48,14 @@ LAYERS = (
     {"accumulation_state"},
     {"optimizer"},
     {"mixin", "wrapper", "callbacks.accumulation_callback"},
+    {"v1_methods"},
+    {
+        "cross_shard",
+        "graphcore.graphcore_optimizer",
+        "graphcore.reduction_method",
+    },
+    {"graphcore.accumulation", "graphcore.ipu_optimizer", "graphcore.map_gradient"},
+    {"graphcore.__init__"},
     {"callbacks.rows", "callbacks.update_clock", "callbacks.history_plot"},
     {"callbacks.schedule"},
     {

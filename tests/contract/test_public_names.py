@@ -12,6 +12,7 @@ NAMES = [
     "AccumulationMixin",
     "AccumulationOptimizer",
     "AutomaticLossScale",
+    "CrossShardOptimizer",
     "DynamicLossScale",
     "ScheduledLossScale",
 ]
@@ -25,7 +26,17 @@ MODULES = {
         "PartialWindow",
         "PipelinedWeightDecay",
         "SkipSeenBatches",
-    ]
+    ],
+    "graphcore": [
+        "CrossReplicaGradientAccumulationOptimizer",
+        "CrossReplicaGradientAccumulationOptimizerV2",
+        "CrossReplicaOptimizer",
+        "GradientAccumulationOptimizer",
+        "GradientAccumulationOptimizerV2",
+        "GradientAccumulationReductionMethod",
+        "IPUOptimizer",
+        "MapGradientOptimizer",
+    ],
 }
 
 # What both surfaces add to a Keras optimizer, or answer for themselves.
@@ -110,6 +121,15 @@ ARGUMENTS = {
         "unscaled": None,
     },
     "ScheduledLossScale": {"schedule": EMPTY, "unscaled": None},
+    "CrossShardOptimizer": {
+        "opt": EMPTY,
+        "reduction": "mean",
+        "name": "CrossShardOptimizer",
+        "group_assignment": None,
+        "accumulation_steps": 1,
+        "loss_scale": None,
+        "on_nonfinite": "skip_window",
+    },
     "callbacks.AccumulationMonitor": {
         "log_every": "update",
         "tensorboard": None,

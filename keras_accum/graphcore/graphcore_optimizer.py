@@ -1,0 +1,37 @@
+"""What Graphcore's optimizers have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_accum.v1_methods import V1Methods
+
+
+class GraphcoreOptimizer(V1Methods):
+    """Base class: what is common to Graphcore's optimizers here."""
+
+    def _factor_in_fit(self) -> float:
+        # Reduced by mean here, and Keras's loss carries 1/replicas.
+        is_mean = self._reduction.replica == "mean"
+        return float(self._strategy.num_replicas_in_sync) if is_mean else 1.0
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments."""
+        opt = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"opt": opt, "name": self.name, **self._said_arguments()}
+
+    def _said_arguments(self) -> dict[str, Any]:
+        return {}
+
+
+def refuse_what_an_ipu_does(**options: Any) -> None:
+    """Refuses options that mean something on an IPU only, unless they are off."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"`{name}` must be left out: only an IPU can do that. "
+                f"Received: {name}={value!r}. Leave it out; optimizer state stays "
+                "where its variables are."
+            )
