@@ -121,6 +121,16 @@ class GradientAccumulationOptimizerV2(_AccumulatingV2):
     Raises:
         ValueError: An argument's value is wrong, or only an IPU can do it.
 
+    Example:
+
+    >>> optimizer = GradientAccumulationOptimizerV2(
+    ...     keras.optimizers.SGD(0.5), 2, reduction_method="mean")
+    >>> variable = keras.Variable(3.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    >>> float(variable.numpy())
+    2.0
+
     Source: Graphcore's `ipu.optimizers.GradientAccumulationOptimizerV2`.
     """
 
@@ -153,6 +163,16 @@ class CrossReplicaOptimizer(GraphcoreOptimizer):
         opt: Any Keras optimizer.
         name: Of the optimizer.
 
+    Example:
+
+    >>> optimizer = CrossReplicaOptimizer(
+    ...     keras.optimizers.SGD(0.5))
+    >>> variable = keras.Variable(3.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    >>> float(variable.numpy())
+    1.0
+
     Source: Graphcore's `ipu.optimizers.CrossReplicaOptimizer`.
     """
 
@@ -165,6 +185,16 @@ class CrossReplicaGradientAccumulationOptimizer(_Accumulating):
     """Sums over micro-batches, then takes the mean over the replicas, then updates.
 
     The arguments are those of `GradientAccumulationOptimizer`.
+
+    Example:
+
+    >>> optimizer = CrossReplicaGradientAccumulationOptimizer(
+    ...     keras.optimizers.SGD(0.5), 2)
+    >>> variable = keras.Variable(3.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    >>> float(variable.numpy())
+    1.0
 
     Source: Graphcore's `ipu.optimizers.CrossReplicaGradientAccumulationOptimizer`.
     """
@@ -184,6 +214,16 @@ class CrossReplicaGradientAccumulationOptimizer(_Accumulating):
 @keras.saving.register_keras_serializable(package="keras_accum.graphcore")
 class CrossReplicaGradientAccumulationOptimizerV2(_AccumulatingV2):
     """As `GradientAccumulationOptimizerV2`, with the mean over the replicas.
+
+    Example:
+
+    >>> optimizer = CrossReplicaGradientAccumulationOptimizerV2(
+    ...     keras.optimizers.SGD(0.5), 2, reduction_method="mean")
+    >>> variable = keras.Variable(3.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    >>> float(variable.numpy())
+    2.0
 
     Source: Graphcore's `ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2`.
     """
