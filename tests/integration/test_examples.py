@@ -69,6 +69,10 @@ class ExamplesTest(parameterized.TestCase):
         # 96 micro steps an epoch, in windows of 1, 2, 4 and 8, two epochs each.
         self.assertIn("updates      360, as they should be: 360", printed)
 
+    def test_from_cross_shard(self):
+        printed = run_example("from_cross_shard.py")
+        self.assertEqual(printed.count("20 updates"), 4)
+
     def test_compared_with_keras(self):
         printed = run_example("compared_with_keras.py")
         self.assertIn("RuntimeError", printed)
