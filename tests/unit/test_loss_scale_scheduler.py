@@ -20,7 +20,9 @@ NEEDED = "LossScaleScheduler needs an optimizer of keras_accum with a loss scale
 
 def _begin(scheduler, optimizer):
     """Puts the scheduler where `fit` would, at the beginning of a training."""
-    scheduler.set_model(types.SimpleNamespace(optimizer=optimizer))
+    scheduler.set_model(
+        types.SimpleNamespace(optimizer=optimizer, steps_per_execution=1)
+    )
     scheduler.on_train_begin()
     if scheduler.by == "update":
         scheduler.on_epoch_begin(0)
