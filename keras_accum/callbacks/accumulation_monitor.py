@@ -166,7 +166,7 @@ class AccumulationMonitor(AccumulationCallback):
     def _loss_scale(self) -> Any:
         surrounding = self.model.optimizer
         if surrounding is not self.optimizer:  # Keras's, which owns the scale
-            return surrounding.dynamic_scale
+            return getattr(surrounding, "dynamic_scale", surrounding.initial_scale)
         return self.optimizer.loss_scale
 
     def _rate(self) -> Any:
