@@ -226,9 +226,9 @@ class ElsewhereTest(parameterized.TestCase):
             path = pathlib.Path(folder, "history.png")
             monitor.plot_history(path)
             self.assertEqual(path.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
-            with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-                with self.assertRaisesRegex(ImportError, r"keras_accum\[plot\]"):
-                    monitor.plot_history(path)
+            missing = mock.patch.dict(sys.modules, {"matplotlib.figure": None})
+            with missing, self.assertRaisesRegex(ImportError, r"keras_accum\[plot\]"):
+                monitor.plot_history(path)
 
     def test_a_size_that_is_given_needs_no_metric(self):
         monitor = AccumulationMonitor(micro_batch_size=2)
@@ -244,11 +244,8 @@ def _scalars(folder):
         for record in tf.data.TFRecordDataset(str(path)):
             event = tf.compat.v1.Event.FromString(record.numpy())
             for value in event.summary.value:
-                number = (
-                    float(tf.make_ndarray(value.tensor))
-                    if value.tensor.dtype in (1, 3)
-                    and not value.tensor.tensor_shape.dim
-                    else None
-                )
-                found.setdefault(value.tag, []).append((event.step, number))
+                is_number = value.tensor.dtype in (1, 3, 9)  # float32, ints
+                if is_number and not value.tensor.tensor_shape.dim:
+                    number = float(tf.make_ndarray(value.tensor))
+                    found.setdefault(value.tag, []).append((event.step, number))
     return found

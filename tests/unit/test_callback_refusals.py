@@ -65,7 +65,7 @@ class AtTrainBeginTest(refusals.RefusalCase):
     def test_two_in_two_trainings_are_none_too_many(self):
         model = _fit(make("wrapper"), PartialWindow())
         x = np.ones((4, 1), "float32")
-        model.fit(x, x, verbose=0, callbacks=[PartialWindow()])
+        model.fit(x, x, batch_size=1, verbose=0, callbacks=[PartialWindow()])
 
     def test_two_loss_scale_schedulers(self):
         self.assert_refused(
