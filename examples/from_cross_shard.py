@@ -73,7 +73,7 @@ def new_loop(
     """The same on any strategy; returns the weights and the updates counted."""
     with strategy.scope():
         weights = keras.Variable(np.zeros((64, 10), "float32"))
-        global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+        global_step = tf.Variable(tf.constant(0, tf.int64), trainable=False)
         optimizer = keras.optimizers.SGD(LEARNING_RATE, MOMENTUM)
         optimizer = keras_accum.CrossShardOptimizer(
             optimizer, accumulation_steps=accumulation_steps
@@ -122,7 +122,7 @@ def main(_: Sequence[str]) -> int:
         end="",
     )
     print(f"{np.linalg.norm(old):.6f}")
-    largest = 0.0
+    largest, updates = 0.0, 0
     for title, (strategy, steps) in new.items():
         weights, updates = new_loop(images, labels, strategy, steps)
         difference = np.abs(weights - old).max()
