@@ -88,6 +88,9 @@ class Accumulators:
                 _move_mean(accumulator, gradient, position)
             elif gradient is not None:
                 _add_in_place(accumulator, gradient, weight)
+
+    def note_present(self, gradients: Sequence[Gradient | None]) -> None:
+        """Notes which variables have got a gradient in this window."""
         present = tf.constant([int(g is not None) for g in gradients])
         self._has_gradient.assign(tf.maximum(self._has_gradient.read_value(), present))
 

@@ -122,7 +122,8 @@ class AutomaticLossScale(LossScale):
             num_large = tf.math.count_nonzero(is_large, dtype=tf.float32)
             self.num_large_here.assign_add(num_large * is_in)
             num_counted = tf.cast(tf.size(values), tf.float32)
-            self.num_counted_here.assign_add(num_counted * is_in)
+            with tf.control_dependencies([num_large]):  # which waits for the batch
+                self.num_counted_here.assign_add(num_counted * is_in)
 
     def observed(self) -> dict[str, tf.Tensor]:
         """How many elements were large, and how many there were, on this replica."""

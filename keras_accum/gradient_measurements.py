@@ -114,7 +114,8 @@ class GradientMeasurements(NoMeasurements):
         squares += square_norm(unscaled)
         is_in = 1.0 if weight is None else tf.cast(weight > 0, tf.float32)
         self._squares.assign_add(tf.math.multiply_no_nan(squares, is_in))
-        self._measured.assign_add(is_in)
+        with tf.control_dependencies([squares]):  # which waits for the batch
+            self._measured.assign_add(is_in)
 
     def observed(self) -> dict[str, tf.Tensor]:
         """The sum of squared norms, and of how many micro-batches it is."""

@@ -96,6 +96,21 @@ def aligned(
     return gradients
 
 
+def arrived(gradients: Sequence[Any]) -> list[tf.Operation]:
+    """What a count of this micro-batch must wait for: all its gradients.
+
+    A step that runs out of data fails where it takes the next batch, and what does not
+    depend on the batch may still be done. Keras takes one such step at the end of an
+    epoch of unknown length.
+
+    Returns:
+        Control inputs; none in eager.
+    """
+    present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    tensors = [g for g in present if tf.is_tensor(g)]
+    return [] if tf.executing_eagerly() else [tf.group(*tensors)]
+
+
 def weighted_gradients(
     gradients: Sequence[Any],
     weight: tf.Tensor | None,

@@ -80,22 +80,25 @@ class Accumulation(AccumulationState):
         gradients = self._aligned(grads, trainable_variables)
         weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
-        if weight is not None:
-            self._window.mark_weighted()
+        arrived = micro_batch.arrived(gradients)
+        with tf.control_dependencies(arrived):
+            if weight is not None:
+                self._window.mark_weighted()
         known = self._known_variables
         self._loss_scale.observe(gradients, known, weight)
         if self._on_nonfinite == "skip_micro_batch":
             weight = nonfinite.weight_if_finite(gradients, weight, self._window)
         self._measurements.observe(gradients, weight, known, self._loss_scale)
         if self._accumulators is None:  # a window of one: nothing to store
-            self._close_now(gradients, weight)
-            return
+            return self._close_now(gradients, weight)
         share = share_of(weight)
         if self._reduces_early:
             gradients, share = self._reduce_early(gradients, weight, share)
             weight = None
         self._accumulators.add(gradients, weight, self._window.position)
-        self._window.advance(share)
+        with tf.control_dependencies(arrived):
+            self._accumulators.note_present(gradients)
+            self._window.advance(share)
         self._close_if(self._window.is_full(), gradients)
 
     def _aligned(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list:

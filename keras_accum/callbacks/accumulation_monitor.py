@@ -181,16 +181,16 @@ class AccumulationMonitor(AccumulationCallback):
 
     def _look(self, logs: dict[str, Any] | None, is_in_epoch: bool) -> None:
         values, num_done = dict(self._clock.values), self._clock.num_done
-        self._rows.read(values, num_done)
         steps, now = num_done - self._batches, time.perf_counter()
         length = values["position"] + values.pop("micro_steps_left")
-        rows = self._rows.per_micro_step
         # At an epoch's end other callbacks have been at work, unless none is timed.
         is_timed = is_in_epoch or self.log_every == "epoch"
         if steps > 0 and is_timed:
-            self._speed = rows * steps / (now - self._time)
+            self._rows.read(values, num_done)
+            self._speed = self._rows.per_micro_step * steps / (now - self._time)
             self._batches, self._time = num_done, now
         values.pop("rows", None)
+        rows = self._rows.per_micro_step
         values["accumulation_steps"] = length
         values["global_batch_size"] = round(rows * length) if rows > 0 else rows
         values["samples_per_second"] = self._speed

@@ -21,7 +21,8 @@ class PipelinedWeightDecay(ScheduleCallback):
 
     A variable that got no gradient in a window does not decay then. The rate is a
     variable: a schedule takes effect without a retrace. At the end of an epoch it is
-    logged as `pipelined_weight_decay`. When training ends, so does the decay.
+    logged as `pipelined_weight_decay`. When training ends, so does the decay; if it
+    ends by an exception, set `optimizer.pipelined_weight_decay = 0`.
 
     Without callbacks, `optimizer.decay_weights(...)` does the same.
 

@@ -51,6 +51,7 @@ class AccumulatorsCase(parameterized.TestCase):
             self.accumulators.add(
                 aligned, weight[0] if weight else None, tf.constant(position)
             )
+            self.accumulators.note_present(aligned)
 
         values = [[gradients[i] for i in given] for gradients in by_replica]
         arguments = [values] if weights is None else [values, np.float32(weights)]
@@ -65,6 +66,7 @@ class AccumulatorsCase(parameterized.TestCase):
             self.accumulators.add(
                 [slices, None], weight[0] if weight else None, tf.constant(position)
             )
+            self.accumulators.note_present([slices, None])
 
         arguments = [by_replica] if weights is None else [by_replica, weights]
         engine.on_replicas(self.strategy, add, *arguments)
@@ -311,6 +313,7 @@ class FloatsTest(AccumulatorsCase):
         def add_many():
             for _ in tf.range(1024):
                 self.accumulators.add(ones[0], None, tf.constant(0))
+                self.accumulators.note_present(ones[0])
 
         add_many()
         self._assert_holds([[np.zeros((4, 2)), np.full(3, 1024)]])

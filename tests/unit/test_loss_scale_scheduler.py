@@ -334,6 +334,16 @@ class RefusedOptimizerTest(SchedulerCase):
             # 1.0 is never a loss scale: constructing it so would not help.
             self.assertNotIn("with loss_scale=1.0", str(caught.exception))
 
+    def test_a_dict_leaves_a_dynamic_scale_alone_between_its_entries(self):
+        scale = keras_accum.DynamicLossScale(8, growth_interval=1)
+        scheduler = self._started({0: 64, 2: 4}, loss_scale=scale)
+        scales = []
+        for epoch in range(3):
+            scheduler.on_epoch_begin(epoch)
+            scales.append(self._scale())
+            self._micro_steps(scheduler, [1.0] * 2)
+        self.assertEqual(scales, [64, 128, 4])
+
     def test_a_dynamic_scale_can_be_set_and_moves_on(self):
         scheduler = self._started(
             {0: 64, 1: 16}, loss_scale=keras_accum.DynamicLossScale(8, 1)
