@@ -125,6 +125,19 @@ class AccumulationMonitorTest(parameterized.TestCase):
             [each["updates"] for each in batches], [1, 2, 2, 2, 3, 3, 3, 4]
         )
 
+    def test_an_open_window_is_shown_with_its_own_length(self):
+        model = _model(steps=4)
+
+        def shorten(batch, logs):
+            if batch == 1:
+                model.optimizer.accumulation_steps = 2
+
+        other = keras.callbacks.LambdaCallback(on_train_batch_end=shorten)
+        batches, _ = _fit(model, AccumulationMonitor(), [1.0] * 6, other)
+        lengths = [each.get("accumulation_steps") for each in batches]
+        self.assertEqual(lengths, [None, None, 4, 2, 2, 2])
+        self.assertEqual([each.get("position") for each in batches[2:]], [3, 0, 1, 0])
+
     @parameterized.parameters((2, [2, 4]), ("epoch", [5]))
     def test_it_looks_less_often(self, every, updates):
         model, monitor = _model(steps=2), AccumulationMonitor(every)
