@@ -182,6 +182,12 @@ class AccumulationMonitorTest(parameterized.TestCase):
         counts = [0, 1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11]
         self.assertEqual([each["skipped_windows"] for each in batches], counts)
 
+    def test_an_update_between_them_is_a_new_start(self):
+        nan = float("nan")
+        values = [1.0, *[nan] * 4, 1.0, *[nan] * 4]  # a warning would be an error
+        batches, _ = _fit(_model(steps=1), AccumulationMonitor(), values)
+        self.assertEqual(batches[-1]["skipped_windows"], 8)
+
 
 _READ = UpdateClock.read
 
