@@ -1,6 +1,6 @@
 """Gradient accumulation for Keras that trains exactly as one large batch would."""
 
-from keras_accum import callbacks, graphcore
+from keras_accum import callbacks, graphcore, ops
 from keras_accum.automatic_loss_scale import AutomaticLossScale
 from keras_accum.cross_shard import CrossShardOptimizer
 from keras_accum.dynamic_loss_scale import DynamicLossScale
@@ -19,4 +19,5 @@ __all__ = [
     "ScheduledLossScale",
     "callbacks",
     "graphcore",
+    "ops",
 ]

@@ -82,11 +82,20 @@ def _all_reduce(values: Sequence[Any]) -> list[Any]:
     totals: list[Any] = [None] * len(values)
     for dtype in sorted({value.dtype for value in values}, key=lambda each: each.name):
         of_dtype = [i for i, value in enumerate(values) if value.dtype == dtype]
-        batch = [values[i] for i in of_dtype]
+        # One tensor that all replicas share would be taken for one value, not summed.
+        batch = [_of_this_replica(values[i]) for i in of_dtype]
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, batch)
         for i, total in zip(of_dtype, reduced, strict=True):
             totals[i] = total
     return totals
+
+
+def _of_this_replica(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.identity(value.values), value.indices, value.dense_shape
+        )
+    return tf.identity(value)
 
 
 def checked_groups(name: str, groups: Any, num_replicas: int) -> ReplicaGroups:

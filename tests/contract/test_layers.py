@@ -48,6 +48,9 @@ LAYERS = (
     {"accumulation_state"},
     {"optimizer"},
     {"mixin", "wrapper", "callbacks.accumulation_callback"},
+    {"cross_replica", "verified_usage"},
+    {"stateful_ops"},
+    {"ops"},
     {"v1_methods"},
     {
         "cross_shard",

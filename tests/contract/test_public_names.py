@@ -37,6 +37,17 @@ MODULES = {
         "IPUOptimizer",
         "MapGradientOptimizer",
     ],
+    "ops": [
+        "check_usage",
+        "cross_replica_mean",
+        "cross_replica_sum",
+        "gradient_accumulator_add_with_scale",
+        "repeat",
+        "replication_index",
+        "replication_normalise",
+        "stateful_gradient_accumulate",
+        "stateful_gradient_accumulate_with_momentum",
+    ],
 }
 
 # What both surfaces add to a Keras optimizer, or answer for themselves.
