@@ -53,10 +53,12 @@ def gradients(model, x, y, num_replicas=1):
 class Worker:
     """A model, an accumulating optimizer and this worker's part of every micro step."""
 
-    def __init__(self, strategy, index, make_plain, steps=STEPS):
+    def __init__(self, strategy, index, make_plain, steps=STEPS, **options):
         self.strategy, self.index = strategy, index
         with strategy.scope():
-            self.optimizer = keras_accum.AccumulationOptimizer(make_plain(), steps)
+            self.optimizer = keras_accum.AccumulationOptimizer(
+                make_plain(), steps, **options
+            )
             self.model = compiled(self.optimizer)
         rows = tf.TensorSpec((None, training.FEATURES))
         signature = [rows, tf.TensorSpec((None, 1))]
@@ -158,6 +160,22 @@ def unequal(strategy, index):
     return worker.state()
 
 
+def undecayed():
+    """As `plain`, which decays by itself."""
+    return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.7)
+
+
+def decayed(strategy, index, **options):
+    """Decayed at the boundary, and measured; with options of the optimizer."""
+    worker = Worker(strategy, index, undecayed, **options)
+    worker.optimizer.decay_weights(0.05)
+    worker.optimizer.measure_gradients(noise=True)
+    worker.train(0, NUM_UPDATES * STEPS)
+    norm = float(worker.optimizer.gradient_norm)
+    noise = float(worker.optimizer.gradient_noise_scale)
+    return worker.state() | {"measured": [norm, noise]}
+
+
 def saved(strategy, index, folder):
     """Interrupted in mid-window; every worker writes, the first one's file counts."""
     worker = Worker(strategy, index, plain)
@@ -186,6 +204,8 @@ def main(folder):
         ],
         "flushed": flushed(strategy, index),
         "unequal": unequal(strategy, index),
+        "decayed": decayed(strategy, index),
+        "reduced_early": decayed(strategy, index, reduce_every="micro_step"),
         "saved": saved(strategy, index, folder),
     }
     (folder / f"{index}.json").write_text(json.dumps(results))

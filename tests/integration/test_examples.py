@@ -73,6 +73,10 @@ class ExamplesTest(parameterized.TestCase):
         printed = run_example("from_cross_shard.py")
         self.assertEqual(printed.count("20 updates"), 4)
 
+    def test_from_graphcore(self):
+        printed = run_example("from_graphcore.py")
+        self.assertEqual(printed.count("0.843400"), 4)
+
     def test_compared_with_keras(self):
         printed = run_example("compared_with_keras.py")
         self.assertIn("RuntimeError", printed)

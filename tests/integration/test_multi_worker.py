@@ -141,6 +141,14 @@ class MultiWorkerTest(parameterized.TestCase):
             "large_batch", _on_the_large_batch(program.plain(), windows)
         )
 
+    @parameterized.parameters("decayed", "reduced_early")
+    def test_a_decay_at_the_boundary_is_added_once(self, name):
+        windows = _windows(*[program.STEPS] * program.NUM_UPDATES)
+        self.assert_trained(name, _on_the_large_batch(program.plain(), windows))
+        norm, noise = self.workers[0][name]["measured"]
+        self.assertGreater(norm, 0)
+        self.assertTrue(np.isfinite(noise))
+
     def test_vector_16(self):
         for worker in self.workers:
             self.assertEqual(worker["vector_16"], [0.5, 0.5])
