@@ -38,7 +38,11 @@ SUITE = [
     ],
 ]
 # Groups of two take four replicas.
-GROUPS = ("tests/equivalence/test_reduce_every.py::GroupsTest",)
+GROUPS = (
+    "tests/equivalence/test_reduce_every.py::GroupsTest",
+    "tests/integration/test_cross_shard.py::ReductionTest",  # vectors 25, 26
+    "tests/integration/test_vectors_ops.py::ReplicasTest::test_vector_9",
+)
 
 
 class ReplicaCountTest(parameterized.TestCase):
