@@ -89,7 +89,7 @@ class GradientNoiseScale(AccumulationCallback):
     def _log(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
             replicas = self.model.distribute_strategy.num_replicas_in_sync
-            rows = self._rows.per_micro_step / replicas
+            rows = self._rows.mean_per_micro_step / replicas
             logs["gradient_noise_scale"] = self._clock.values["noise"] * rows
 
     def _warn_of_single_micro_batches(self) -> None:

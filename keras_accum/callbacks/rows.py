@@ -25,13 +25,14 @@ class Rows:
         self.micro_batch_size: int | None = None
         if micro_batch_size is not None:
             self.micro_batch_size = checked_rows("micro_batch_size", micro_batch_size)
-        self.per_micro_step = float("nan")
+        self.per_micro_step = self.mean_per_micro_step = float("nan")
 
     def quantities(self, model: keras.Model) -> Mapping[str, Callable[[], Any]]:
         """What is to be read, by name, for `read`."""
         if self.micro_batch_size is not None:
             replicas = model.distribute_strategy.num_replicas_in_sync
             self.per_micro_step = float(self.micro_batch_size * replicas)
+            self.mean_per_micro_step = self.per_micro_step
             return {}
         for metric in model.metrics:
             if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
@@ -50,6 +51,7 @@ class Rows:
         if batches > self._batches and rows > self._rows:
             new = rows - self._rows
             self.per_micro_step = new / (batches - self._batches)
+            self.mean_per_micro_step = rows / batches  # of the epoch, until now
         self._rows, self._batches = rows, batches
 
 

@@ -285,9 +285,14 @@ class RowsTest(parameterized.TestCase):
         rows = Rows(None)
         rows.begin_epoch()
         self.assertTrue(np.isnan(rows.per_micro_step))
-        for total, batches, expected in ((16, 2, 8), (22, 4, 3), (22, 6, 3)):
+        for total, batches, expected, mean in (
+            (16, 2, 8, 8),
+            (22, 4, 3, 5.5),  # the last ones are short
+            (22, 6, 3, 5.5),
+        ):
             rows.read({"rows": float(total)}, batches)
             self.assertEqual(rows.per_micro_step, expected)
+            self.assertEqual(rows.mean_per_micro_step, mean)
         rows.begin_epoch()
         self.assertEqual(rows.per_micro_step, 3)
         rows.read({"rows": 5.0}, 1)
