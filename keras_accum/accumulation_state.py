@@ -15,6 +15,7 @@ from keras_accum.accumulators import Accumulators
 from keras_accum.attachments import Attachments
 from keras_accum.inner_optimizer import surrounding_optimizer
 from keras_accum.known_variables import KnownVariables
+from keras_accum.platforms.ipu import program_of
 from keras_accum.reduction import (
     MICRO_REDUCTIONS,
     REDUCE_EVERY,
@@ -88,6 +89,7 @@ class AccumulationState(Attachments, WindowView):
             "replica_groups", replica_groups, self._strategy.num_replicas_in_sync
         )
         self._is_distributed = tf.distribute.has_strategy()
+        self._program = program_of(self._strategy)
         self._from_anywhere = boundary.FromAnywhere(self._strategy)
         self._accumulators: Any = None  # `Accumulators`, for windows of more than one
         self._has_stepped = False

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_accum.dynamic_loss_scale import DynamicLossScale
 from keras_accum.known_variables import display_name, native
 from keras_accum.loss_scale import LossScale, NoLossScale
+from keras_accum.platforms.ipu import is_ipu_strategy
 from keras_accum.reduction import Reduction
 
 ReplicaGroupsArgument = int | Sequence[Sequence[int]] | None
@@ -40,7 +41,8 @@ def supported_strategy() -> tf.distribute.Strategy:
         tf.distribute.MultiWorkerMirroredStrategy,
         tf.distribute.TPUStrategy,
     )
-    if tf.distribute.has_strategy() and not isinstance(strategy, supported):
+    is_known = isinstance(strategy, supported) or is_ipu_strategy(strategy)
+    if tf.distribute.has_strategy() and not is_known:
         raise ValueError(
             "The strategy must be one of OneDeviceStrategy, MirroredStrategy, "
             "MultiWorkerMirroredStrategy, TPUStrategy, or none. "

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_accum.platforms.ipu import program_of
 from keras_accum.replica_groups import ReplicaGroups, checked_groups
 
 
@@ -43,7 +44,14 @@ def cross_replica_sum(
             f"Received: group_assignment={group_assignment!r}, "
             f"replica_group_size={replica_group_size!r}. Leave one out."
         )
-    return _summed(x, _groups(group_assignment, replica_group_size))
+    program = program_of(tf.distribute.get_strategy())
+    if program is None:
+        return _summed(x, _groups(group_assignment, replica_group_size))
+    _check_groups_of_a_program(group_assignment)
+    total = program.sum(tf.convert_to_tensor(x), replica_group_size)
+    if replica_group_size is not None:
+        return total
+    return _summed(total, _groups(None, None))  # over the workers
 
 
 def cross_replica_mean(
@@ -59,6 +67,10 @@ def cross_replica_mean(
     2.0
     """
     total = cross_replica_sum(x, group_assignment, replica_group_size)
+    if program_of(tf.distribute.get_strategy()) is not None:
+        if replica_group_size is None:
+            return replication_normalise(total)
+        return total / tf.cast(replica_group_size, total.dtype)
     size = _groups(group_assignment, replica_group_size).size
     return tf.convert_to_tensor(total) / tf.cast(size, total.dtype)
 
@@ -77,6 +89,9 @@ def replication_normalise(x: Any) -> tf.Tensor:
     Source: Graphcore's `replication_normalise`.
     """
     x = tf.convert_to_tensor(x)
+    program = program_of(tf.distribute.get_strategy())
+    if program is not None:
+        x = program.normalise(x)
     return x / tf.cast(_context().num_replicas_in_sync, x.dtype)
 
 
@@ -101,6 +116,15 @@ def merged(function: Callable[..., Any], *args: Any) -> Any:
         *args: Of which each replica has its own.
     """
     return _allowed(lambda: _context().merge_call(function, args=args))
+
+
+def _check_groups_of_a_program(group_assignment: Any) -> None:
+    if group_assignment is not None:
+        raise ValueError(
+            "`group_assignment` must be None on an IPU, where groups are of "
+            "consecutive replicas. Received: "
+            f"group_assignment={group_assignment!r}. Pass replica_group_size."
+        )
 
 
 def _groups(group_assignment: Any, replica_group_size: Any) -> ReplicaGroups:

@@ -80,6 +80,8 @@ class Accumulation(AccumulationState):
         gradients = self._aligned(grads, trainable_variables)
         weight = micro_batch.checked_weight(weight, self._reduction)
         self._has_stepped = True
+        if self._program is not None:  # on an IPU, that of its own replicas
+            gradients, weight = self._program.reduced(gradients, weight, self)
         arrived = micro_batch.arrived(gradients)
         with tf.control_dependencies(arrived):
             if weight is not None:
@@ -158,10 +160,8 @@ class Accumulation(AccumulationState):
         uncertain = [index for index in indices if gradients[index] is None]
 
         def close_if_due(is_due: Any, has_gradient: Any) -> None:
-            def close() -> None:
-                self._close_window(indices, uncertain, has_gradient)
-
-            boundary.decide(is_due, close)
+            window = (indices, uncertain, has_gradient)
+            boundary.decide(is_due, functools.partial(self._close_window, *window))
 
         boundary.merge(close_if_due, is_due, has_gradient)
 
@@ -201,9 +201,7 @@ class Accumulation(AccumulationState):
                 update = functools.partial(self._update, indices, uncertain)
                 boundary.each_replica(update, reduced, has_gradient)
 
-        def skip() -> None:
-            boundary.each_replica(self._skip, verdict)
-
+        skip = functools.partial(boundary.each_replica, self._skip, verdict)
         boundary.decide(verdict["is_good"], update, skip)
         boundary.each_replica(self._open_window, verdict)
 

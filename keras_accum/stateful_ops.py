@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_accum.cross_replica import merged
+from keras_accum.platforms.ipu import program_of
 from keras_accum.verified_usage import checked_steps, expect_one_update
 
 _of_graph: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -78,6 +79,9 @@ def stateful_gradient_accumulate(
     """
     steps = checked_steps(num_mini_batches, verify_usage)
     gradient = tf.convert_to_tensor(gradient)
+    program = program_of(tf.distribute.get_strategy())
+    if program is not None:
+        return program.stateful_gradient_accumulate(gradient, steps, verify_usage)
     state = _state_of(gradient, name)
     total = state.total.read_value() + gradient
     emitted = _move_on(state, steps, total)

@@ -26,7 +26,9 @@ LAYERS = (
         "boundary",
         "already_reduced",
         "optional_imports",
+        "platforms.__init__",
     },
+    {"platforms.ipu"},
     {"reduction"},
     {
         "accumulators",
