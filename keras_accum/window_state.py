@@ -46,6 +46,8 @@ class WindowState(keras.layers.Layer):
         self._reset = reset
         self._is_running_mean = is_running_mean
         self._can_be_saved = can_be_saved
+        if not can_be_saved:
+            self.checkpoints = _Refused()  # asked by `tf.train.Checkpoint`
         self._names: list[str] = []
         self._largest: set[str] = set()
         self._to_be_loaded: Any = None
@@ -151,11 +153,7 @@ class WindowState(keras.layers.Layer):
 
     def _check_can_be_saved(self) -> None:
         if not self._can_be_saved:
-            raise ValueError(
-                "An optimizer must have one group of replicas to be saved or loaded: a "
-                "file holds one copy of a variable, and each group has its own. "
-                "Received: replica_groups of several groups. Leave replica_groups out."
-            )
+            _refuse()
 
     def _rows_factor(self, store: Any) -> float:
         """What sums are multiplied by, so that weights mean the same as before.
@@ -202,3 +200,24 @@ class WindowState(keras.layers.Layer):
                 "micro_reduction. Construct the optimizer with the one it was saved "
                 "with."
             )
+
+
+def _refuse() -> None:
+    raise ValueError(
+        "An optimizer must have one group of replicas to be saved or loaded: a file "
+        "holds one copy of a variable, and each group has its own. Received: "
+        "replica_groups of several groups. Leave replica_groups out."
+    )
+
+
+class _Refused(tf.train.experimental.PythonState):
+    """What a checkpoint cannot be made with."""
+
+    def serialize(self) -> str:
+        """Raises: there is nothing to be saved."""
+        _refuse()
+        return ""
+
+    def deserialize(self, string_value: str) -> None:
+        """Raises: nothing can be restored."""
+        _refuse()

@@ -276,7 +276,10 @@ class GroupsTest(refusals.RefusalCase):
                 model.optimizer.build(model.trainable_variables)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "model.weights.h5")
+            checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
             for save in (
+                lambda: checkpoint.save(os.path.join(folder, "checkpoint")),
+                lambda: checkpoint.write(os.path.join(folder, "checkpoint")),
                 lambda: model.save(os.path.join(folder, "model.keras")),
                 lambda: model.save_weights(path),
                 lambda: model.optimizer.window_state.load_own_variables({}),
