@@ -14,6 +14,8 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * max(2, registry.NUM_REPLICAS),
 )
+# An emulated TPU core that waits for the others keeps a thread: eight, and to spare.
+tf.config.threading.set_inter_op_parallelism_threads(32)
 
 
 @pytest.fixture(autouse=True)

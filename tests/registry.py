@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tests import tolerances
+from tests.platforms import tpu_emulation
 
 # MirroredStrategy shares its collectives within a process: one instance, of one size.
 # Other sizes run in a process of their own, with this variable set.
@@ -28,10 +29,19 @@ def one_device() -> tf.distribute.OneDeviceStrategy:
     return tf.distribute.OneDeviceStrategy("CPU:0")
 
 
+@functools.cache
+def emulated_tpu(num_replicas: int) -> tf.distribute.TPUStrategy:
+    """The real TPUStrategy, whose steps run on the CPU: a thread for each replica."""
+    return tpu_emulation.strategy(num_replicas)
+
+
 STRATEGIES = {
     "default": tf.distribute.get_strategy,
     "one_device": one_device,
     "mirrored": mirrored,
+    "tpu_2": functools.partial(emulated_tpu, 2),
+    "tpu_4": functools.partial(emulated_tpu, 4),
+    "tpu_8": functools.partial(emulated_tpu, 8),
 }
 
 # Slow learning rates: the tests compare ten updates, not a trained model.

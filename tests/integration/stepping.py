@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_accum
 from tests import registry
 
-ROWS = 4  # of a global micro-batch; every number of replicas in the suite divides it
+ROWS = 8  # of a global micro-batch; every number of replicas in the suite divides it
 SHAPES = ((3, 2), (2,))  # kernel and bias of `layered`
 
 
@@ -84,6 +84,8 @@ def micro_step(model, strategy: str, row_gradients, row_weights=None, scale=1.0)
 
     local_gradients = [mean_of(rows) for rows in row_gradients]
     weight = on_replica(row_weights, lambda own: row_weights[own].sum())
+    if strategy.startswith("tpu"):  # which runs no pure eager code
+        step = tf.function(step, autograph=False)
     distribution.run(step, args=(local_gradients, weight))
 
 
