@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_accum.known_variables import KnownVariables, is_overwritten, native
+from keras_accum.platforms import tpu
 from keras_accum.reduction import Gradient, Reduction, map_values, weighted
 from keras_accum.window import NewVariable
 
@@ -114,7 +115,7 @@ def _add_in_place(
     gradient = weighted(gradient, weight, accumulator.dtype)
     if not isinstance(gradient, tf.IndexedSlices):
         accumulator.assign_add(gradient)
-    elif _can_scatter():
+    elif not tpu.is_tpu():
         # `scatter_add` refuses a variable that is synchronised on read; the operation
         # on this replica's handle does what is meant. Repeated rows are summed.
         tf.raw_ops.ResourceScatterAdd(
@@ -148,7 +149,3 @@ def _take_maximum(
         seen = weighted(tf.convert_to_tensor(gradient), is_in, accumulator.dtype)
         largest = tf.maximum(accumulator.read_value(), tf.convert_to_tensor(seen))
         accumulator.assign(largest)
-
-
-def _can_scatter() -> bool:
-    return not isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_accum.platforms import tpu
 from keras_accum.replica_groups import ReplicaGroups
 
 Gradient = tf.Tensor | tf.IndexedSlices
@@ -82,10 +83,16 @@ def combine_over_replicas(
     for i, is_maximum in enumerate(takes_maximum):
         if is_maximum:
             local = tf.convert_to_tensor(combined[i])
-            each = context.all_gather(local[tf.newaxis], axis=0)
-            combined[i] = tf.reduce_max(each, axis=0)
+            combined[i] = tf.reduce_max(_of_each_replica(local), axis=0)
     of_riders = [tf.cast(total, tf.float32) for total in totals[len(summed) :]]
     return combined, dict(zip(riders, of_riders, strict=True))
+
+
+def _of_each_replica(local: tf.Tensor) -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    if tpu.is_tpu():
+        return tpu.gathered(local, context.num_replicas_in_sync)
+    return context.all_gather(local[tf.newaxis], axis=0)
 
 
 def _as_gradient(gradient: Any) -> Gradient:

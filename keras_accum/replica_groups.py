@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_accum.platforms import tpu
+
 GROUPS_DIVERGE = (
     "Replicas sum inside their groups only: the copies of a variable part ways from "
     "one group to the next. What reads or evaluates one sees the copy of replica 0; "
@@ -52,7 +54,7 @@ class ReplicaGroups:
 
         One group is one all-reduce of all values of a dtype. Of several groups each has
         a row of its own in what is all-reduced: as many times the traffic as there are
-        groups. Groups of one send nothing.
+        groups, except on a TPU, which knows groups. Groups of one send nothing.
 
         Args:
             values: Tensors, and IndexedSlices, which become dense with several groups.
@@ -61,6 +63,9 @@ class ReplicaGroups:
             return list(values)
         if self.is_one:
             return _all_reduce(values)
+        if tpu.is_tpu():
+            dense = [tf.convert_to_tensor(value) for value in values]
+            return [tpu.sum_in_groups(value, self.assignment) for value in dense]
         context = tf.distribute.get_replica_context()
         group_of = np.zeros(self.num_replicas, "int32")
         for group, replicas in enumerate(self.assignment):

@@ -7,6 +7,7 @@ from absl.testing import absltest
 from tests.contract import sources
 
 ENGINE = (
+    "platforms.tpu",
     "window",
     "known_variables",
     "replica_groups",
@@ -19,6 +20,8 @@ ENGINE = (
 # that stand beside it. A new module is entered here: that is where it is decided what
 # it may know.
 LAYERS = (
+    {"platforms.__init__"},
+    {"platforms.tpu"},
     {
         "window",
         "known_variables",
@@ -26,7 +29,6 @@ LAYERS = (
         "boundary",
         "already_reduced",
         "optional_imports",
-        "platforms.__init__",
     },
     {"platforms.ipu"},
     {"reduction"},

@@ -1,4 +1,4 @@
-"""The evidence is worth what it would catch: each layer is shown an optimizer that lies.
+"""What the evidence is worth: each layer is shown an optimizer that is wrong.
 
 The mutants: one that reduces in every micro step, one with accumulators that are
 synchronised, one that never reduces, one whose loss is scaled twice, and a batch of

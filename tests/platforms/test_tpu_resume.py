@@ -1,4 +1,4 @@
-"""A window that was saved under an emulated TPUStrategy is finished elsewhere, and back.
+"""A window saved under an emulated TPUStrategy is finished elsewhere, and back.
 
 The expected values come from the plain optimizer on the mean of each window's rows.
 """

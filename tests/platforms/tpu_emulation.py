@@ -150,18 +150,21 @@ class Emulation:
         )
 
     def _exchanged(self, function, replica: int, node, place: str, previous) -> None:
-        """A collective: `function` of the values of all replicas."""
+        """A collective: `function` of the values of the replicas of a group."""
         dtype = node.attr["T"].type
         inputs, control = tpu_programs.data_and_control(node)
         if previous is not None:  # in one order on all replicas
             control.append(f"^{previous}")
         as_numpy = tf.as_dtype(dtype).as_numpy_dtype
 
-        def exchanged(value):
+        def exchanged(value, group_assignment):
             values = self._rendezvous.exchange(place, replica, value)
-            return np.asarray(function(values), as_numpy)
+            (group,) = [g for g in group_assignment.tolist() if replica in g]
+            own = [values[member] for member in group]
+            return np.asarray(function(own, group.index(replica)), as_numpy)
 
-        self._as_python(node, exchanged, inputs[:1], control, [dtype], dtype)
+        dtypes = [dtype, tf.int32.as_datatype_enum]
+        self._as_python(node, exchanged, inputs, control, dtypes, dtype)
 
     def _sum(self, replica: int, node, place: str, previous: str | None) -> None:
         self._exchanged(sum_in_order, replica, node, place, previous)
@@ -170,8 +173,8 @@ class Emulation:
         names = ("concat_dimension", "split_dimension", "split_count")
         concat, split, parts = (node.attr[name].i for name in names)
 
-        def all_to_all(values):
-            own = [np.split(value, parts, axis=split)[replica] for value in values]
+        def all_to_all(values, place_in_group):
+            own = [np.split(v, parts, axis=split)[place_in_group] for v in values]
             return np.concatenate(own, axis=concat)
 
         self._exchanged(all_to_all, replica, node, place, previous)
@@ -188,7 +191,7 @@ class Emulation:
         self._as_python(node, cut, inputs, control, [dtype, int32, int32], dtype)
 
 
-def sum_in_order(values: list[np.ndarray]) -> np.ndarray:
+def sum_in_order(values: list[np.ndarray], place_in_group: int) -> np.ndarray:
     """In the order of the replicas, so that all have the same bits."""
     return functools.reduce(np.add, values)
 
