@@ -14,6 +14,7 @@ DEMO_ARGS ?= --plot digits.png
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_WHEEL := .venv-wheel
+VENV_TPU_AOT := .venv-tpu-aot
 OLDEST := 'tensorflow==2.16.*' 'keras==3.10.*'
 
 INSTALL := -m pip install --quiet
@@ -24,10 +25,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check format test-oldest wheel test-wheel clean
+.PHONY: help demo test check format test-oldest test-tpu-aot wheel test-wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON, PYTHON310, PYTEST_ARGS, DEMO_ARGS"
 
 demo: $(VENV)/.examples ## Train on digits three ways and draw digits.png
@@ -48,6 +49,9 @@ format: $(VENV)/.dev ## Mend the format and what the linter can mend
 test-oldest: $(VENV_OLDEST)/.test ## Run the tests on TensorFlow 2.16, Keras 3.10, Python 3.10
 	$(VENV_OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
+test-tpu-aot: $(VENV_TPU_AOT)/.tpu-aot ## Compile a train step for 8 TPU cores, ahead of time
+	$(VENV_TPU_AOT)/bin/python -m pytest -m tpu_aot tests/platforms
+
 wheel: $(VENV)/.dev ## Build the sdist and, from it, the wheel into dist/
 	@rm -rf dist
 	$(VENV)/bin/python -m build --outdir dist .
@@ -64,7 +68,7 @@ test-wheel: wheel ## Run the tests from another folder on the installed wheel
 	$$python -m pytest $(PYTEST_ARGS)
 
 clean: ## Remove the environments and the builds
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_WHEEL) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_WHEEL) $(VENV_TPU_AOT) build dist *.egg-info
 
 # A stamp per extra of setup.py: installed again when setup.py changes.
 $(VENV)/.%: setup.py $(VENV)/pyvenv.cfg
@@ -85,6 +89,16 @@ $(VENV)/pyvenv.cfg:
 $(VENV_OLDEST)/.test: setup.py $(VENV_OLDEST)/pyvenv.cfg
 	@echo "Installing keras_accum[test] with $(OLDEST) into $(VENV_OLDEST)"
 	$(VENV_OLDEST)/bin/python $(INSTALL) --editable ".[test]" $(OLDEST)
+	@touch $@
+
+# JAX with libtpu: in an environment of its own, for it brings 200 MB.
+$(VENV_TPU_AOT)/.tpu-aot: setup.py
+	@python="$(PYTHON)"; $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "test-tpu-aot needs Python 3.11 or later. Received: PYTHON=$(PYTHON)"; \
+	  echo "Name one: make test-tpu-aot PYTHON=/path/to/python3.11"; exit 1; } >&2
+	$(PYTHON) -m venv --clear $(VENV_TPU_AOT)
+	@echo "Installing keras_accum[tpu-aot] into $(VENV_TPU_AOT) (libtpu is 200 MB)"
+	$(VENV_TPU_AOT)/bin/python $(INSTALL) --editable ".[tpu-aot]"
 	@touch $@
 
 $(VENV_OLDEST)/pyvenv.cfg:

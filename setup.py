@@ -42,6 +42,11 @@ TEST = [
     *EXAMPLES,  # the examples are tested
 ]
 
+TPU_AOT = [
+    "jax[tpu]==0.10.2",  # libtpu and the way to it; of Python 3.11
+    *TEST,
+]
+
 DEV = [
     "ruff",  # lint and format
     "pyright[nodejs]",  # types; the extra brings the Node.js that it runs on
@@ -66,7 +71,13 @@ setup(
         "keras>=3.10",  # the oldest whose optimizers the tests have run on
         "absl-py",  # logging in the format of TensorFlow and Keras
     ],
-    extras_require={"plot": PLOT, "test": TEST, "examples": EXAMPLES, "dev": DEV},
+    extras_require={
+        "plot": PLOT,
+        "examples": EXAMPLES,
+        "test": TEST,
+        "tpu-aot": TPU_AOT,
+        "dev": DEV,
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
