@@ -50,6 +50,11 @@ class ExamplesTest(parameterized.TestCase):
     def test_custom_loop(self):
         self.assertNotEmpty(run_example("custom_loop.py"))
 
+    def test_tpu_says_that_there_is_none(self):
+        printed = run_example("tpu.py", "--epochs=1")
+        self.assertIn("for no TPU was found", printed)
+        self.assertIn("nothing about a TPU", printed)
+
     @pytest.mark.multiworker
     def test_multi_worker(self):
         self.assertNotEmpty(run_example("multi_worker.py"))
