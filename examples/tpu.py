@@ -102,12 +102,22 @@ def main(argv: Sequence[str]) -> None:
         model = build_model(
             keras_accum.AccumulationOptimizer(adamw(), ACCUMULATION_STEPS)
         )
-    model.fit(batches(train, MICRO_BATCH_SIZE), epochs=_EPOCHS.value, verbose=2)
+    model.fit(
+        batches(train, MICRO_BATCH_SIZE),
+        epochs=_EPOCHS.value,
+        shuffle=False,  # a dataset is in the order it is given in
+        verbose=2,
+    )
 
     large = build_model(adamw())
     large_batch_size = MICRO_BATCH_SIZE * ACCUMULATION_STEPS
     with tf.device("CPU:0"):
-        large.fit(batches(train, large_batch_size), epochs=_EPOCHS.value, verbose=0)
+        large.fit(
+            batches(train, large_batch_size),
+            epochs=_EPOCHS.value,
+            shuffle=False,
+            verbose=0,
+        )
 
     difference = max(
         float(np.abs(one.numpy() - other.numpy()).max())

@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
+from tests.platforms import tpu_stand_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 240  # each takes under a minute on two free cores
@@ -92,7 +93,7 @@ class ReadmeTest(parameterized.TestCase):
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         self.assertGreaterEqual(len(blocks), 4)
-        names: dict = {}
+        names: dict = {"resolver": tpu_stand_in.Resolver(2)}
         for block in blocks:
             exec(block, names)
         model = names["RowWeighted"]([keras.Input((1,)), _linear()])

@@ -24,7 +24,7 @@ class ExampleTest(absltest.TestCase):
         found = (registry.emulated_tpu(8), "an emulated TPU")
         printed = io.StringIO()
         with (
-            mock.patch.object(example, "find_strategy", lambda: found),
+            mock.patch.object(example, "find_strategy", return_value=found),
             flagsaver.flagsaver(epochs=1),
             contextlib.redirect_stdout(printed),
         ):
