@@ -161,7 +161,8 @@ class Accumulation(AccumulationState):
 
         def close_if_due(is_due: Any, has_gradient: Any) -> None:
             window = (indices, uncertain, has_gradient)
-            boundary.decide(is_due, functools.partial(self._close_window, *window))
+            close = functools.partial(self._close_window, *window)
+            boundary.decide_rarely(is_due, close, self._slots())
 
         boundary.merge(close_if_due, is_due, has_gradient)
 

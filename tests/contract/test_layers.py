@@ -12,6 +12,7 @@ ENGINE = (
     "known_variables",
     "replica_groups",
     "reduction",
+    "rare_branch",
     "boundary",
     "accumulators",
 )
@@ -26,10 +27,11 @@ LAYERS = (
         "window",
         "known_variables",
         "replica_groups",
-        "boundary",
+        "rare_branch",
         "already_reduced",
         "optional_imports",
     },
+    {"boundary"},
     {"platforms.ipu"},
     {"reduction"},
     {

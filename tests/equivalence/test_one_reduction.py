@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
+from tests import graph_walk
 from tests.equivalence import given_gradients
 from tests.equivalence.given_gradients import GivenGradients, random_gradients
 
@@ -29,22 +30,8 @@ class _ReducesEveryStep(keras_accum.AccumulationOptimizer):
 
 def _collectives(function):
     """Of a concrete function: each collective, as the branches that it stands in."""
-    graph = function.graph.as_graph_def()
-    library = {f.signature.name: f.node_def for f in graph.library.function}
-    found = []
-
-    def walk(nodes, branches):
-        for node in nodes:
-            if "Collective" in node.op or "Nccl" in node.op:
-                found.append(branches)
-            for name, attribute in node.attr.items():
-                for called in (attribute.func, *attribute.list.func):
-                    if called.name:
-                        inside = f"{node.op}.{name}"
-                        walk(library[called.name], (*branches, inside))
-
-    walk(graph.node, ())
-    return found
+    counted = graph_walk.collectives(function)
+    return [branches for (_, branches), n in counted.items() for _ in range(n)]
 
 
 @contextlib.contextmanager

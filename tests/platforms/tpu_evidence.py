@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_accum
 from tests import graph_walk, registry, tolerances, training
+from tests.integration import stepping
 from tests.platforms import tpu_lowering
 
 IN_THE_BOUNDARY = "If.then_branch"
@@ -56,11 +57,6 @@ def assert_lowers_into_the_boundary(text: str) -> None:
     assert all("conditional" in place for place in places), places
 
 
-@keras.saving.register_keras_serializable(package="keras_accum_tests")
-class AccumulatingSGD(keras_accum.AccumulationMixin, keras.optimizers.SGD):
-    """The mixin over the optimizer that the wrapper wraps."""
-
-
 def momentum(**options):
     """The plain optimizer; slow, and a wrong factor shows."""
     return keras.optimizers.SGD(0.05, momentum=0.9, **options)
@@ -77,7 +73,7 @@ def accumulating(surface: str, steps: int, wrapper=None, plain=None, **options):
         **options: Of the accumulation.
     """
     if surface == "mixin":
-        return AccumulatingSGD(
+        return stepping.AccumulatingSGD(
             0.05, momentum=0.9, accumulation_steps=steps, **(plain or {}), **options
         )
     wrapper = wrapper or keras_accum.AccumulationOptimizer
