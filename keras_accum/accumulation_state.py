@@ -99,7 +99,11 @@ class AccumulationState(Attachments, WindowView):
         # Counters are made with the optimizer, so that they answer before `build`,
         # and a step that was traced before it reads a variable and no constant.
         self.window_state = WindowState(
-            self._strategy, self.reset, self._reduction.is_running, self._groups.is_one
+            self._strategy,
+            self.reset,
+            self._make_room,
+            self._reduction.is_running,
+            self._groups.is_one,
         )
         self._window = Window(
             steps, self.window_state.new_variable, self._reduces_early
@@ -197,13 +201,17 @@ class AccumulationState(Attachments, WindowView):
     @accumulation_steps.setter
     def accumulation_steps(self, accumulation_steps: Any) -> None:
         steps = arguments.checked_accumulation_steps(accumulation_steps)
+        self._make_room(steps)
+        self._num_changes += 1
+        self._window.request_length(steps)
+
+    def _make_room(self, steps: int) -> None:
+        """Has accumulators for windows of so many micro steps, now or when built."""
         if steps > 1 and self.built and self._accumulators is None:
             arguments.check_not_stepped(self._has_stepped, steps)
             with self._in_scope():
                 self._allocate_accumulators(steps)
-        self._num_changes += 1
         self._most_steps = max(steps, self._most_steps)
-        self._window.request_length(steps)
 
     # What is saved.
 

@@ -43,6 +43,7 @@ class Attachments:
     def _attach_nothing(self) -> None:
         self._decay: WeightDecay = NoWeightDecay()
         self._measurements = NoMeasurements()
+        self._rate_before: float | None = None
 
     def decay_weights(
         self,
@@ -122,6 +123,20 @@ class Attachments:
                 f"`optimizer.decay_weights({rate})` before the first micro step."
             )
         self._decay.rate.assign(rate)
+
+    def _lend_weight_decay(self) -> None:
+        """Notes the rate, for `_end_lent_weight_decay` to give back.
+
+        What was lent to a `fit` that ended by an exception is given back first.
+        """
+        self._end_lent_weight_decay()
+        self._rate_before = float(self.pipelined_weight_decay)
+
+    def _end_lent_weight_decay(self) -> None:
+        """Gives back the rate that there was before it was lent."""
+        rate, self._rate_before = self._rate_before, None
+        if rate is not None and not isinstance(self._decay, NoWeightDecay):
+            self._decay.rate.assign(rate)
 
     def measure_gradients(self, noise: bool = False, momentum: float = 0.95) -> None:
         """Measures gradients on their way: `gradient_norm`, `gradient_noise_scale`.

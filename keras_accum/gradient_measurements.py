@@ -112,7 +112,10 @@ class GradientMeasurements(NoMeasurements):
                 (scaled if is_scaled else unscaled).append(gradient)
         squares = square_norm(scaled) / tf.square(loss_scale.current())
         squares += square_norm(unscaled)
-        is_in = 1.0 if weight is None else tf.cast(weight > 0, tf.float32)
+        # An empty replica has a gradient of zeros, and is no micro-batch.
+        is_in = tf.cast(squares > 0, tf.float32)
+        if weight is not None:
+            is_in *= tf.cast(weight > 0, tf.float32)
         self._squares.assign_add(tf.math.multiply_no_nan(squares, is_in))
         with tf.control_dependencies([squares]):  # which waits for the batch
             self._measured.assign_add(is_in)

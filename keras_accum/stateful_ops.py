@@ -14,7 +14,7 @@ from keras_accum.platforms.ipu import program_of
 from keras_accum.verified_usage import checked_steps, expect_one_update
 
 _of_graph: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_of_name: dict[str, _State] = {}
+_of_name: dict[str, tuple[str, _State]] = {}
 
 
 class _State:
@@ -82,7 +82,7 @@ def stateful_gradient_accumulate(
     program = program_of(tf.distribute.get_strategy())
     if program is not None:
         return program.stateful_gradient_accumulate(gradient, steps, verify_usage)
-    state = _state_of(gradient, name)
+    state = _state_of(gradient, name, f"a sum over {steps}")
     total = state.total.read_value() + gradient
     emitted = _move_on(state, steps, total)
     is_emptied = tf.equal(state.position.read_value(), 0)
@@ -129,7 +129,7 @@ def stateful_gradient_accumulate_with_momentum(
     """
     steps = checked_steps(num_mini_batches, verify_usage=True)
     gradient = tf.convert_to_tensor(gradient)
-    state = _state_of(tf.zeros((), gradient.dtype), name)
+    state = _state_of(tf.zeros((), gradient.dtype), name, f"momentum over {steps}")
     is_first = tf.equal(state.position.read_value(), 0)
     factor = tf.where(is_first, tf.cast(momentum, gradient.dtype), 1.0)
     moved = momentum_variable.read_value() * factor + gradient
@@ -180,7 +180,7 @@ def gradient_accumulator_add_with_scale(
 
 
 @tf.autograph.experimental.do_not_convert
-def _state_of(gradient: tf.Tensor, name: str | None) -> _State:
+def _state_of(gradient: tf.Tensor, name: str | None, used_for: str) -> _State:
     if not gradient.shape.is_fully_defined():
         raise ValueError(
             "`gradient` must have a static shape. Received: gradient of shape "
@@ -195,13 +195,11 @@ def _state_of(gradient: tf.Tensor, name: str | None) -> _State:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def once(strategy: tf.distribute.Strategy) -> _State:
-        if graph is None and name in _of_name:
-            return _of_name[name]
-        state = _made_outside(strategy, gradient)
         if graph is None:
-            _of_name[str(name)] = state
-        else:
-            _of_graph.setdefault(_outermost(graph), []).append(state)
+            return _of_its_name(str(name), strategy, gradient, used_for)
+        state = _made_outside(strategy, gradient)
+        for each in _with_those_around(graph):
+            _of_graph.setdefault(each, []).append(state)
         return state
 
     return merged(once)
@@ -223,11 +221,32 @@ def _made_outside(strategy: tf.distribute.Strategy, gradient: tf.Tensor) -> _Sta
         return thread.submit(make).result()
 
 
-def _outermost(graph: Any) -> Any:
-    """The graph of the function that is called, which lives as long as it can be."""
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-        graph = graph.outer_graph
-    return graph
+def _of_its_name(
+    name: str, strategy: tf.distribute.Strategy, gradient: tf.Tensor, used_for: str
+) -> _State:
+    """The state of that name in eager: made once, and used for one thing."""
+    use = (
+        f"{used_for}, shape {gradient.shape}, {gradient.dtype.name}, "
+        f"{type(strategy).__name__} of {strategy.num_replicas_in_sync}"
+    )
+    if name not in _of_name:
+        _of_name[name] = (use, _made_outside(strategy, gradient))
+    first_use, state = _of_name[name]
+    if use != first_use:
+        raise ValueError(
+            "`name` must stand for one state: of one operation, one length of a "
+            f"window, one shape, one dtype and one strategy. Received: name={name!r} "
+            f"for ({use}), which was used for ({first_use}). Use another name."
+        )
+    return state
+
+
+def _with_those_around(graph: Any) -> list[Any]:
+    """A graph and those that it is traced in: one that lives can call its function."""
+    graphs = [graph]
+    while hasattr(getattr(graphs[-1], "outer_graph", None), "outer_graph"):
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
 
 
 def _move_on(state: _State, steps: int, value: tf.Tensor) -> tf.Tensor:

@@ -157,6 +157,11 @@ class V1Methods(AccumulationOptimizer):
         """All variables; `variables()` works too."""
         return Variables(super().variables)
 
+    def __dir__(self) -> list[str]:
+        # `tf.train.Checkpoint` saves the slots of what lists this name; Keras's are
+        # saved as variables of the inner optimizer already.
+        return [name for name in super().__dir__() if name != "get_slot_names"]
+
     def get_slot(self, var: Any, name: str) -> Any:
         """The slot of a variable, such as `"momentum"`; None if there is none."""
         return self._slots_of(var).get(name)
@@ -168,16 +173,28 @@ class V1Methods(AccumulationOptimizer):
         return sorted(names)
 
     def _slots_of(self, variable: Any) -> dict[str, Any]:
-        # Keras names a slot by the path of its variable, and what it is.
-        path = display_name(variable).replace("/", "_").replace(":", "_")
-        others = [
-            display_name(other).replace("/", "_").replace(":", "_")
-            for other in (self._known_variables if self.built else [])
-        ]
-        longer = tuple(f"{other}_" for other in others if other.startswith(f"{path}_"))
+        """By name, the slots of a variable; of those whose path is the same, its own.
+
+        Keras names a slot by the path of its variable, and what it is, and makes the
+        slots in the order of the variables.
+        """
+        known = list(self._known_variables) if self.built else []
+        paths = [_path_in_slots(other) for other in known]
+        path = _path_in_slots(variable)
+        longer = tuple(f"{other}_" for other in paths if other.startswith(f"{path}_"))
+        namesakes = [id(native(v)) for v in known if _path_in_slots(v) == path]
+        if id(native(variable)) not in namesakes:
+            return {}
+        place = namesakes.index(id(native(variable)))
+        slots: dict[str, list[Any]] = {}
+        for slot in self._plain_variables():
+            is_other = longer and slot.name.startswith(longer)
+            if slot.name.startswith(f"{path}_") and not is_other:
+                slots.setdefault(slot.name[len(path) + 1 :], []).append(slot)
         return {
-            slot.name[len(path) + 1 :]: slot
-            for slot in self._plain_variables()
-            if slot.name.startswith(f"{path}_")
-            and not (longer and slot.name.startswith(longer))
+            name: found[min(place, len(found) - 1)] for name, found in slots.items()
         }
+
+
+def _path_in_slots(variable: Any) -> str:
+    return display_name(variable).replace("/", "_").replace(":", "_")

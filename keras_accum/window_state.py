@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ class WindowState(keras.layers.Layer):
     Args:
         strategy: Owns the variables.
         reset: Empties the window; called when a file holds none.
+        make_room: Called with a window's length before such a window is loaded.
         is_running_mean: Whether the accumulators hold means, not sums.
         can_be_saved: Whether one file can hold what all replicas have.
     """
@@ -38,16 +40,17 @@ class WindowState(keras.layers.Layer):
         self,
         strategy: tf.distribute.Strategy,
         reset: Callable[[], None],
+        make_room: Callable[[int], None],
         is_running_mean: bool,
         can_be_saved: bool = True,
     ) -> None:
         super().__init__(name="window_state")
         self._strategy = strategy
         self._reset = reset
+        self._make_room = make_room
         self._is_running_mean = is_running_mean
         self._can_be_saved = can_be_saved
-        if not can_be_saved:
-            self.checkpoints = _Refused()  # asked by `tf.train.Checkpoint`
+        self.checkpoints = _Checkpoints(self)
         self._names: list[str] = []
         self._largest: set[str] = set()
         self._to_be_loaded: Any = None
@@ -104,9 +107,11 @@ class WindowState(keras.layers.Layer):
         return [getattr(self, name) for name in self._names]
 
     @property
-    def has_accumulators(self) -> bool:
-        """Whether micro-batches are stored at all: not in windows of one."""
-        return hasattr(self, "has_gradient")
+    def longest(self) -> int:
+        """The length of the present window or of the next one, as far as it is known."""
+        if not tf.executing_eagerly():  # in the graph of a `tf.saved_model`
+            return 2 if hasattr(self, "has_gradient") else 1
+        return max(int(getattr(self, name).numpy()) for name in LENGTHS)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes what a resumed training needs, whatever the number of replicas."""
@@ -128,15 +133,18 @@ class WindowState(keras.layers.Layer):
         if not saved:
             self._reset()
             return
+        self._make_room(max(int(np.asarray(store[name])) for name in LENGTHS))
         if not self.built:  # the accumulators are not there yet
             self._to_be_loaded = {name: np.asarray(store[name]) for name in saved}
+            for name in LENGTHS:
+                getattr(self, name).assign(self._to_be_loaded[name])
             return
         self._check(saved, store)
         constructed_with = int(self.next_length.numpy())
         self._reset()  # a file of windows of one has no accumulators to assign
         factor = self._rows_factor(store)
         for name in self._names:
-            if name in saved and (self.has_accumulators or name not in LENGTHS):
+            if name in saved:
                 variable, value = getattr(self, name), np.asarray(store[name])
                 if name.startswith(SUMS) and name not in self._largest:
                     value = (value * factor).astype(value.dtype)
@@ -153,7 +161,11 @@ class WindowState(keras.layers.Layer):
 
     def _check_can_be_saved(self) -> None:
         if not self._can_be_saved:
-            _refuse()
+            raise ValueError(
+                "An optimizer must have one group of replicas to be saved or loaded: a "
+                "file holds one copy of a variable, and each group has its own. "
+                "Received: replica_groups of several groups. Leave replica_groups out."
+            )
 
     def _rows_factor(self, store: Any) -> float:
         """What sums are multiplied by, so that weights mean the same as before.
@@ -178,12 +190,6 @@ class WindowState(keras.layers.Layer):
             )
         if position == 0:
             return
-        if not here:
-            raise ValueError(
-                "The saved window is open, and an optimizer with accumulation_steps=1 "
-                f"cannot finish it. Received: position={position}. Construct the "
-                "optimizer with the accumulation_steps it was saved with."
-            )
         scale = float(np.asarray(store["loss_scale"])) if "loss_scale" in saved else 1.0
         has_scale = "loss_scale" in self._names
         if has_scale != ("loss_scale" in saved):
@@ -202,22 +208,22 @@ class WindowState(keras.layers.Layer):
             )
 
 
-def _refuse() -> None:
-    raise ValueError(
-        "An optimizer must have one group of replicas to be saved or loaded: a file "
-        "holds one copy of a variable, and each group has its own. Received: "
-        "replica_groups of several groups. Leave replica_groups out."
-    )
+class _Checkpoints(tf.train.experimental.PythonState):
+    """Asked by `tf.train.Checkpoint`, which assigns variables past their owner."""
 
+    def __init__(self, window_state: WindowState) -> None:
+        super().__init__()
+        self._window_state = weakref.ref(window_state)
 
-class _Refused(tf.train.experimental.PythonState):
-    """What a checkpoint cannot be made with."""
+    def _owner(self) -> Any:
+        owner = self._window_state()
+        owner._check_can_be_saved()
+        return owner
 
     def serialize(self) -> str:
-        """Raises: there is nothing to be saved."""
-        _refuse()
-        return ""
+        """What must be known before variables are restored."""
+        return str(self._owner().longest)
 
     def deserialize(self, string_value: str) -> None:
-        """Raises: nothing can be restored."""
-        _refuse()
+        """Makes room for a window as long as the one that was saved."""
+        self._owner()._make_room(int(string_value))

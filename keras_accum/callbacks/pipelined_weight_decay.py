@@ -86,8 +86,12 @@ class PipelinedWeightDecay(ScheduleCallback):
         """Attaches the decay to the optimizer."""
         super().on_train_begin(logs)
         self._last_count = None  # the rate was given back when the last fit ended
-        self._rate_before = self._present()
-        self._attach(self._decay)
+        self.optimizer._lend_weight_decay()
+        try:
+            self._attach(self._decay)
+        except BaseException:
+            self.optimizer._end_lent_weight_decay()
+            raise
 
     def _decay(self) -> None:
         self.optimizer.decay_weights(
@@ -100,7 +104,7 @@ class PipelinedWeightDecay(ScheduleCallback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Gives back the rate that there was before."""
-        self._set(self._rate_before)
+        self.optimizer._end_lent_weight_decay()
 
     def _checked(self, name: str, value: Any) -> float:
         return checked_rate(name, value)

@@ -20,7 +20,9 @@ class SkipSeenBatches(AccumulationCallback):
     is not shuffled, or shuffled alike in each run. Metrics of the epoch that is gone
     on with are those of its remaining batches.
 
-    Put it before the callback that saves, `BackupAndRestore` or `ModelCheckpoint`.
+    Put it before the callback that saves, `BackupAndRestore` or `ModelCheckpoint`, and
+    into each `fit` of a training that may be interrupted: what is trained without it is
+    not counted.
 
     Example:
 
@@ -35,6 +37,7 @@ class SkipSeenBatches(AccumulationCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds the optimizer; a backup may be restored after this."""
         super().on_train_begin(logs)
+        _end_skipping(self.model)  # which a fit that was interrupted had begun
         self._is_first_epoch = True
         self._num_skipped = 0
 
@@ -43,22 +46,9 @@ class SkipSeenBatches(AccumulationCallback):
         self._num_skipped = 0
         if self._is_first_epoch and self.optimizer.batches_seen:
             self._num_skipped = self.optimizer.batches_seen
-            self._skip(self._num_skipped)
+            self._say(f"skips {self._num_skipped} batches that were trained on.")
+            self.model.train_function = _Skip(self.model, self._num_skipped)
         self._is_first_epoch = False
-
-    def _skip(self, num_batches: int) -> None:
-        train_function = self.model.train_function
-
-        def skip(iterator: Any) -> dict[str, Any]:
-            nonlocal num_batches
-            for _ in range(self.model.steps_per_execution):
-                next(iterator)
-            num_batches -= self.model.steps_per_execution
-            if num_batches <= 0:
-                self.model.train_function = train_function
-            return {}
-
-        self.model.train_function = skip
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -69,5 +59,38 @@ class SkipSeenBatches(AccumulationCallback):
             self.optimizer.batches_seen = num_done
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """The next epoch has seen none."""
+        """The next epoch has seen none, and skips none."""
         self.optimizer.batches_seen = 0
+        _end_skipping(self.model)
+
+
+class _Skip:
+    """Stands for a model's train function, and draws batches that it does not see.
+
+    Args:
+        model: Whose.
+        num_batches: How many, before the train function stands there again.
+    """
+
+    def __init__(self, model: Any, num_batches: int) -> None:
+        self._model = model
+        self._num_batches = num_batches
+        self.train_function = model.train_function
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        """As a train function is called, for one execution."""
+        try:
+            for _ in range(self._model.steps_per_execution):
+                next(iterator)
+        except BaseException:  # the data ends, or the user wants no more
+            _end_skipping(self._model)
+            raise
+        self._num_batches -= self._model.steps_per_execution
+        if self._num_batches <= 0:
+            _end_skipping(self._model)
+        return {}
+
+
+def _end_skipping(model: Any) -> None:
+    if isinstance(model.train_function, _Skip):
+        model.train_function = model.train_function.train_function

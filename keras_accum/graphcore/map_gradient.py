@@ -16,8 +16,9 @@ from keras_accum.graphcore.graphcore_optimizer import GraphcoreOptimizer
 class MapGradientOptimizer(GraphcoreOptimizer):
     """Maps each gradient, with its variable, before the optimizer sees it.
 
-    `compute_gradients` returns mapped gradients. Those that were not computed by it,
-    as in `fit`, are mapped by `apply_gradients`.
+    `compute_gradients` returns mapped gradients, and the call of `apply_gradients` that
+    follows takes them, or what was made of them, as they are. Without one, as in `fit`,
+    `apply_gradients` maps.
 
     Args:
         wrapped_optimizer: Any Keras optimizer.
@@ -55,8 +56,7 @@ class MapGradientOptimizer(GraphcoreOptimizer):
             )
         super().__init__(wrapped_optimizer, 1, name=name)
         self._map = gradient_mapping_function
-        # Past Keras's attribute tracking, which would keep the tensors.
-        self.__dict__["_mapped"] = {}
+        self._num_computed = 0  # and not yet applied, over all replicas
 
     def _mapped_pair(self, gradient: Any, variable: Any) -> tuple[Any, Any]:
         if gradient is None:
@@ -72,10 +72,13 @@ class MapGradientOptimizer(GraphcoreOptimizer):
     ) -> list[tuple[Any, Any]]:
         """As the base class's, and mapped."""
         pairs = super().compute_gradients(loss, var_list, tape, grad_loss)
-        mapped = [self._mapped_pair(gradient, variable) for gradient, variable in pairs]
-        # Kept with them, so that their ids are not given to others meanwhile.
-        self._mapped.update({id(g): g for g, _ in mapped if g is not None})
-        return mapped
+        self._num_computed += 1
+        return [self._mapped_pair(gradient, variable) for gradient, variable in pairs]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the base class's: what `fit` calls before it takes the gradients."""
+        self._num_computed = 0
+        return super().scale_loss(loss)
 
     def apply_gradients(
         self,
@@ -85,12 +88,13 @@ class MapGradientOptimizer(GraphcoreOptimizer):
         weight: Any = None,
     ) -> Any:
         """As the base class's; maps what `compute_gradients` has not."""
-        pairs = [
-            (gradient, variable)
-            if self._mapped.pop(id(gradient), None) is not None
-            else self._mapped_pair(gradient, variable)
-            for gradient, variable in grads_and_vars
-        ]
+        pairs = list(grads_and_vars)
+        if self._num_computed:
+            self._num_computed -= 1
+        else:
+            pairs = [
+                self._mapped_pair(gradient, variable) for gradient, variable in pairs
+            ]
         return super().apply_gradients(pairs, global_step, name, weight)
 
     def get_config(self) -> dict[str, Any]:

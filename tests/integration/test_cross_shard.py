@@ -191,6 +191,46 @@ class MethodsTest(refusals.RefusalCase):
             optimizer.get_slot(short, "momentum"), optimizer.get_slot(long, "momentum")
         )
 
+    def test_variables_of_one_name(self):
+        one, other = (keras.Variable(0.0, name="w") for _ in range(2))
+        optimizer = keras_accum.CrossShardOptimizer(keras.optimizers.Adam())
+        optimizer.build([one, other])
+        pairs = [(tf.constant(1.0), one), (tf.constant(5.0), other)]
+        optimizer.apply_gradients(pairs)
+        for variable, gradient in ((one, 1.0), (other, 5.0)):
+            slot = optimizer.get_slot(variable, "momentum")
+            self.assertAlmostEqual(float(slot.numpy()), 0.1 * gradient, places=6)
+
+    @parameterized.parameters("default", "mirrored")
+    def test_it_is_saved_with_its_slots(self, strategy):
+        def make():
+            with registry.STRATEGIES[strategy]().scope():
+                return training.network(
+                    keras_accum.CrossShardOptimizer(_momentum(), accumulation_steps=3)
+                )
+
+        first = training.train(make(), 1, training.ROWS, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(model=first).save(f"{folder}/saved")
+            second = training.train(make(), 1, training.ROWS, 3)
+            tf.train.Checkpoint(model=second).restore(path).assert_consumed()
+        for optimizer in (first.optimizer, second.optimizer):
+            self.assertIn("momentum", optimizer.get_slot_names())
+        training.assert_same_variables(
+            [*second.variables, *second.optimizer.variables],
+            [*first.variables, *first.optimizer.variables],
+            tolerances.BY_DTYPE["float32"],
+        )
+
+    def test_it_goes_into_a_saved_model(self):
+        model = training.train(
+            training.network(keras_accum.CrossShardOptimizer(_momentum())),
+            1,
+            training.ROWS,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            tf.saved_model.save(model, folder)
+
     def test_a_loss_without_a_tape(self):
         optimizer, kernel, _ = self._started()
         self.assert_refused(

@@ -242,6 +242,39 @@ class MapGradientTest(parameterized.TestCase):
             model.variables, expected.variables, tolerances.BY_DTYPE["float32"]
         )
 
+    @parameterized.parameters("eager", "graph")
+    def test_what_is_done_to_mapped_gradients_is_kept(self, mode):
+        x = keras.Variable(1.0)
+        optimizer = graphcore.MapGradientOptimizer(
+            keras.optimizers.SGD(1.0), lambda gradient, variable: 2.0 * gradient
+        )
+
+        def step():
+            pairs = optimizer.compute_gradients(lambda: 3.0 * x, [x])
+            clipped = [(tf.clip_by_value(g, -4.0, 4.0), v) for g, v in pairs]
+            optimizer.apply_gradients(clipped)
+
+        run = tf.function(step, autograph=False) if mode == "graph" else step
+        for _ in range(2):
+            run()
+        self.assertEqual(float(x.numpy()), 1 - 2 * 4)
+
+    def test_a_fit_after_gradients_that_were_only_looked_at(self):
+        optimizer = graphcore.MapGradientOptimizer(
+            keras.optimizers.SGD(0.05), self._decayed
+        )
+        model = training.network(optimizer)
+        x, y = training.rows(2)
+        optimizer.compute_gradients(
+            lambda: tf.reduce_mean((model(x) - y) ** 2), model.trainable_variables
+        )
+        training.train(model, 4, training.ROWS)
+        expected = training.network(keras.optimizers.SGD(0.05, weight_decay=0.01))
+        training.train(expected, 4, training.ROWS)
+        training.assert_same_variables(
+            model.variables, expected.variables, tolerances.BY_DTYPE["float32"]
+        )
+
     def test_none_is_not_mapped(self):
         x, y = keras.Variable(1.0), keras.Variable(1.0)
         optimizer = graphcore.MapGradientOptimizer(

@@ -158,6 +158,51 @@ class ReplayedEpochTest(parameterized.TestCase):
             np.testing.assert_array_equal(one.numpy(), other.numpy())
         self.assertEqual(model.optimizer.batches_seen, 0)
 
+    def test_a_shorter_fit_and_those_after_it_train(self):
+        model = training.network(
+            keras_accum.AccumulationOptimizer(keras.optimizers.SGD(0.05), 2)
+        )
+        x, y = training.rows(8 * training.ROWS)
+        data = training.batches(x, y, training.ROWS)
+
+        def fit(batches, *callbacks, epochs=1):
+            model.fit(
+                data.take(batches),
+                epochs=epochs,
+                shuffle=False,
+                verbose=0,
+                callbacks=list(callbacks),
+            )
+            return int(training.numbers(model.optimizer.iterations))
+
+        skip = keras_accum.callbacks.SkipSeenBatches()
+        with self.assertRaises(InterruptedError):
+            fit(8, skip, _Stop(6))
+        # The first epoch is skipped, as it is no longer than what was seen.
+        self.assertEqual(fit(2, keras_accum.callbacks.SkipSeenBatches()), 3)
+        self.assertEqual(fit(8), 7)
+        with self.assertRaises(InterruptedError):
+            fit(8, skip, _Stop(6))
+        again = keras_accum.callbacks.SkipSeenBatches()
+        self.assertEqual(fit(2, again, epochs=3), 10 + 2)
+
+    def test_interrupted_while_it_skips(self):
+        model = training.network(
+            keras_accum.AccumulationOptimizer(keras.optimizers.SGD(0.05), 2)
+        )
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.batches_seen = 6
+        x, y = training.rows(8 * training.ROWS)
+        data = training.batches(x, y, training.ROWS)
+        skip = keras_accum.callbacks.SkipSeenBatches()
+        with self.assertRaises(InterruptedError):
+            model.fit(data, shuffle=False, verbose=0, callbacks=[skip, _Stop(2)])
+        again = keras_accum.callbacks.SkipSeenBatches()
+        model.fit(data, shuffle=False, verbose=0, callbacks=[again])
+        self.assertEqual(int(training.numbers(model.optimizer.iterations)), 1)
+        model.fit(data, shuffle=False, verbose=0)
+        self.assertEqual(int(training.numbers(model.optimizer.iterations)), 1 + 4)
+
     def test_they_are_skipped_by_executions_of_several_steps(self):
         def model():
             made = training.network(

@@ -212,6 +212,22 @@ class SeveralFitsTest(parameterized.TestCase):
         _fit(model, epochs=1)
         _assert_close(_weight(model), 0.95 * 0.9)
 
+    def test_the_rate_of_a_fit_that_was_interrupted_is_given_back_by_the_next(self):
+        model = _model()
+
+        def interrupt(batch, logs=None):
+            raise InterruptedError
+
+        stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+        with self.assertRaises(InterruptedError):
+            _fit(model, PipelinedWeightDecay(0.5), stop, epochs=1)
+        model.set_weights([np.ones_like(w) for w in model.get_weights()])
+        model.optimizer.reset()
+        other = PipelinedWeightDecay(0.5, times_learning_rate=False)
+        _fit(model, other, epochs=1)
+        _assert_close(_weight(model), 0.5)
+        self.assertEqual(float(model.optimizer.pipelined_weight_decay), 0)
+
     def test_a_decay_of_another_form_is_refused_until_it_is_zero(self):
         model = _model()
         model.optimizer.decay_weights(0.5, times_learning_rate=False)

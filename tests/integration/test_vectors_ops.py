@@ -1,5 +1,6 @@
 """The published numbers of the operations (vectors 1 to 9), as loops and as steps."""
 
+import gc
 import os
 
 import numpy as np
@@ -295,6 +296,41 @@ class UsageTest(refusals.RefusalCase):
             for _ in range(6)
         ]
         self.assertEqual(seen, [0, 0, 3, 0, 0, 3])
+
+    def test_a_name_in_eager_stands_for_one_state(self):
+        name = f"of one thing {os.getpid()}"
+
+        def accumulate(steps=3, like=1.0):
+            return ops.stateful_gradient_accumulate(tf.constant(like), steps, name=name)
+
+        accumulate()
+        v = tf.Variable(0.0)
+        for other in (
+            lambda: accumulate(steps=2),
+            lambda: accumulate(like=[1.0, 2.0]),
+            lambda: ops.stateful_gradient_accumulate_with_momentum(
+                v, tf.constant(1.0), 0.5, 3, name=name
+            ),
+            lambda: registry.mirrored().run(accumulate),
+        ):
+            self.assert_refused(
+                ValueError,
+                other,
+                "`name` must stand for one state",
+                f"name='{name}'",
+                "Use another name",
+            )
+        self.assertEqual([float(accumulate()) for _ in range(2)], [0, 3])
+
+    def test_a_state_lives_as_long_as_the_function_that_has_it(self):
+        inner = tf.function(lambda: _accumulated(tf.constant(1.0), 2))
+
+        def outer():
+            return tf.function(lambda: inner() + 0.0)
+
+        self.assertEqual(float(outer()()), 0)
+        gc.collect()
+        self.assertEqual([float(outer()()), float(outer()())], [2, 0])
 
     def test_what_is_refused_else(self):
         for steps in (0, -1, 2.0, "2", None, True):

@@ -143,6 +143,17 @@ class GradientNormTest(parameterized.TestCase):
 
 
 class NoiseScaleTest(parameterized.TestCase):
+    def test_an_empty_replica_is_no_micro_batch(self):
+        run, replicas = _run("mirrored"), micro_steps.num_replicas("mirrored")
+        steps = [
+            [np.ones((replicas, *shape), "float32") for shape in SHAPES]
+            for _ in range(2)
+        ]
+        for gradient in steps[1]:
+            gradient[-1] = 0.0
+        _take(run, steps)
+        self.assertTrue(np.isnan(run.optimizer.gradient_noise_scale))
+
     @parameterized.parameters(*micro_steps.spread(*OPTIONS))
     def test_by_the_formulas_and_moving_averages(self, strategy, mode, option):
         options = OPTIONS[option]

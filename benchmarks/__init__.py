@@ -1,0 +1,1 @@
+"""What accumulation costs, measured against its peers: one file per claim."""
