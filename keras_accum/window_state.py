@@ -108,7 +108,7 @@ class WindowState(keras.layers.Layer):
 
     @property
     def longest(self) -> int:
-        """The length of the present window or of the next one, as far as it is known."""
+        """The length of the present window or the next one, as far as it is known."""
         if not tf.executing_eagerly():  # in the graph of a `tf.saved_model`
             return 2 if hasattr(self, "has_gradient") else 1
         return max(int(getattr(self, name).numpy()) for name in LENGTHS)

@@ -8,8 +8,8 @@ from tests import registry, training
 from tests.integration import stepping
 
 
-def momentum():
-    return keras.optimizers.SGD(0.05, momentum=0.9)
+def momentum(**options):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
 
 
 def optimizer_of(surface, steps):
@@ -69,12 +69,12 @@ def fit(model, *callbacks, batches=10, epochs=1, **fit):
     return seen
 
 
-def large_batches(windows, batches=10):
+def large_batches(windows, batches=10, **options):
     """The plain optimizer, one update for each list of micro-batches."""
     keras.utils.set_random_seed(0)
     layers = [keras.Input((training.FEATURES,)), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
-    model.compile(momentum(), "mse", run_eagerly=True)
+    model.compile(momentum(**options), "mse", run_eagerly=True)
     x, y = training.rows(batches * training.ROWS)
     for window in windows:
         rows = np.concatenate(

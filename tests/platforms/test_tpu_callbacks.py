@@ -1,5 +1,6 @@
 """The callbacks under an emulated TPUStrategy, through `fit`."""
 
+import keras
 import numpy as np
 from absl.testing import parameterized
 
@@ -43,10 +44,12 @@ class ScheduleTest(parameterized.TestCase):
         self.assertEqual(list(calls), [1, 2, 5, 8, 11])
 
     def test_a_global_batch(self):
-        model = scheduled.make_model("tpu_8")
-        scheduler = callbacks.AccumulationScheduler.for_global_batch(64, 8)
-        scheduled.fit(model, scheduler, batches=4)
-        self.assertEqual(scheduler.accumulation_steps, 1)
+        model = scheduled.make_model("tpu_2")
+        scheduler = callbacks.AccumulationScheduler.for_global_batch(32, 4)
+        seen = scheduled.fit(model, scheduler, batches=8)
+        self.assertEqual(scheduler.accumulation_steps, 4)
+        self.assertEqual(model.optimizer.accumulation_steps, 4)
+        self.assertEqual(seen.by_epoch, [2])
 
     def test_the_loss_scale(self):
         with registry.STRATEGIES["tpu_2"]().scope():
@@ -83,22 +86,15 @@ class ScheduleTest(parameterized.TestCase):
 
 
 class DecayTest(parameterized.TestCase):
-    @parameterized.product(name=["tpu_2", "tpu_8"], decoupled=[True, False])
-    def test_once_per_window(self, name, decoupled):
+    @parameterized.parameters("tpu_2", "tpu_8")
+    def test_once_per_window(self, name):
         model = scheduled.make_model(name, steps=5)
-        decay = callbacks.PipelinedWeightDecay(0.1, decoupled=decoupled)
-        scheduled.fit(model, decay)
-        one = scheduled.make_model("default", steps=5)
-        decay = callbacks.PipelinedWeightDecay(0.1, decoupled=decoupled)
-        scheduled.fit(one, decay)
-        plain = scheduled.large_batches(scheduled.windows(10, 5))
-        difference = np.abs(
-            training.numbers(one.variables[0]) - training.numbers(plain.variables[0])
-        )
-        self.assertGreater(difference.max(), 1e-4)  # it does decay
-        training.assert_same_variables(
-            model.variables, one.variables, tolerances.BY_DTYPE["float32"]
-        )
+        scheduled.fit(model, callbacks.PipelinedWeightDecay(0.1))
+        lists = scheduled.windows(10, 5)
+        _assert_large_batches(model, lists, weight_decay=0.1)
+        # Without the decay it is another model.
+        with self.assertRaises(AssertionError):
+            _assert_large_batches(model, lists)
 
 
 class MonitorTest(parameterized.TestCase):
@@ -118,15 +114,43 @@ class MonitorTest(parameterized.TestCase):
             callbacks.GradientNoiseScale(),
             epochs=2,
         )
+        expected = one.history.history
         np.testing.assert_allclose(
-            history["gradient_norm"], one.history.history["gradient_norm"], rtol=1e-5
+            history["gradient_norm"], expected["gradient_norm"], rtol=1e-5
+        )
+        # The same rows, in more and smaller micro-batches: another estimate.
+        self.assertTrue(np.all(np.isfinite(history["gradient_noise_scale"])))
+
+    def test_the_noise_scale_of_the_same_micro_batches(self):
+        def noise(name, batch_size, steps):
+            model = scheduled.make_model(name, steps=steps)
+            x, y = training.rows(16)
+            model.fit(
+                training.batches(x, y, batch_size),
+                shuffle=False,
+                verbose=0,
+                callbacks=[callbacks.GradientNoiseScale()],
+            )
+            return model.history.history["gradient_noise_scale"]
+
+        # Four micro-batches of four rows: in time, or also over two replicas.
+        np.testing.assert_allclose(
+            noise("tpu_2", 8, 2), noise("default", 4, 4), rtol=1e-4
         )
 
 
 class SkipSeenBatchesTest(parameterized.TestCase):
     def test_an_epoch_is_not_replayed(self):
+        def interrupt(batch, logs=None):
+            if batch == 6:
+                raise InterruptedError
+
         model = scheduled.make_model("tpu_2", steps=5)
-        scheduled.fit(model, callbacks.SkipSeenBatches())
+        skip = callbacks.SkipSeenBatches()
+        stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+        with self.assertRaises(InterruptedError):
+            scheduled.fit(model, skip, stop)
+        scheduled.fit(model, skip)
         _assert_large_batches(model, scheduled.windows(10, 5))
 
 
