@@ -169,6 +169,7 @@ class AccumulationState(Attachments, WindowView):
                 self._reduction,
                 self.window_state.new_variable,
                 self._reduces_early,
+                self.window_state.new_shared,
             )
 
     def reset(self) -> None:

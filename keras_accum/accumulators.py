@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +16,13 @@ from keras_accum.window import NewVariable
 
 DTypeOf = Callable[[Any], tf.DType]
 
+# Elements up to which an accumulator shares a variable with others: to add to it costs
+# more than the copy of a gradient into one tensor with the others'.
+SMALL = 4096
+
 
 class Accumulators:
-    """One accumulator per variable and replica.
+    """One accumulator per variable and replica; small ones share a `tf.Variable`.
 
     An accumulator is a variable that is synchronised on read: each replica adds to its
     own copy without any traffic, while a checkpoint sees the sum over the replicas (or
@@ -35,6 +41,8 @@ class Accumulators:
         reduction: How micro-batches combine.
         new_variable: Makes the `tf.Variable` of an accumulator, see `Window`.
         is_reduced: Whether what is added is reduced over the replicas already.
+        new_shared: Makes the `tf.Variable` that small accumulators share, see
+            `WindowState`. None: each has one of its own.
     """
 
     def __init__(
@@ -44,9 +52,9 @@ class Accumulators:
         reduction: Reduction,
         new_variable: NewVariable,
         is_reduced: bool = False,
+        new_shared: Any = None,
     ) -> None:
         self._reduction = reduction
-        self._takes_maximum = [is_overwritten(v) for v in variables]
         # Which variables got a gradient in this window. Equal on all replicas: a
         # gradient is None by the shape of the program, not by its data.
         self._has_gradient = new_variable("has_gradient", shape=(len(variables),))
@@ -54,17 +62,34 @@ class Accumulators:
         # them needs no more than their mean, and what is reduced is equal on all.
         is_mean = reduction.replica == "mean" or is_reduced
         aggregation = "mean" if is_mean else "sum"
-        self._accumulators = [
-            new_variable(
-                f"accumulator_{index}",
-                shape=native(variable).shape,
-                dtype=dtype_of(variable).name,
-                synchronization="on_read",
-                aggregation=aggregation,
-                keeps_largest=is_overwritten(variable),
+        shapes: list[Any] = [tuple(native(v).shape.as_list()) for v in variables]
+        dtypes = [dtype_of(variable).name for variable in variables]
+        shared = _who_share(variables, shapes, dtypes) if new_shared else []
+        alone = sorted(set(range(len(variables))).difference(*shared))
+        self._stores: list[_Alone | _Shared] = [
+            _Alone(
+                index,
+                new_variable(
+                    _name_of(index),
+                    shape=shapes[index],
+                    dtype=dtypes[index],
+                    synchronization="on_read",
+                    aggregation=aggregation,
+                    keeps_largest=is_overwritten(variables[index]),
+                ),
+                is_overwritten(variables[index]),
             )
-            for index, variable in enumerate(variables)
+            for index in alone
         ]
+        for indices in shared:
+            its_shapes = [shapes[index] for index in indices]
+            variable = new_shared(
+                [_name_of(index) for index in indices],
+                shapes=its_shapes,
+                dtype=dtypes[indices[0]],
+                aggregation=aggregation,
+            )
+            self._stores.append(_Shared(indices, its_shapes, variable))
 
     def add(
         self,
@@ -80,15 +105,14 @@ class Accumulators:
                 the gradient holds.
             position: int32 scalar, micro steps already taken in this window.
         """
-        for accumulator, gradient, takes_maximum in zip(
-            self._accumulators, gradients, self._takes_maximum, strict=True
-        ):
-            if takes_maximum:
-                _take_maximum(accumulator, gradient, weight)
+        for store in self._stores:
+            gradient = store.gradient(gradients)
+            if store.takes_maximum:
+                _take_maximum(store.variable, gradient, weight)
             elif self._reduction.is_running:
-                _move_mean(accumulator, gradient, position)
+                _move_mean(store.variable, gradient, position)
             elif gradient is not None:
-                _add_in_place(accumulator, gradient, weight)
+                _add_in_place(store.variable, gradient, weight)
 
     def note_present(self, gradients: Sequence[Gradient | None]) -> None:
         """Notes which variables have got a gradient in this window."""
@@ -97,7 +121,11 @@ class Accumulators:
 
     def read(self, indices: Sequence[int]) -> list[tf.Tensor]:
         """This replica's accumulated gradients, without a copy where TensorFlow can."""
-        return [self._accumulators[index].read_value() for index in indices]
+        wanted, found = set(indices), {}
+        for store in self._stores:
+            if wanted.intersection(store.indices):
+                found |= dict(zip(store.indices, store.read(), strict=True))
+        return [found[index] for index in indices]
 
     def has_gradient(self) -> tf.Tensor:
         """Bool of shape (variables,): True where the window holds a gradient."""
@@ -105,8 +133,89 @@ class Accumulators:
 
     def clear(self) -> None:
         """Empties all of them. Assigned, not multiplied away: 0 x NaN is NaN."""
-        for accumulator in (self._has_gradient, *self._accumulators):
-            accumulator.assign(tf.zeros(accumulator.shape, accumulator.dtype))
+        stored = [store.variable for store in self._stores]
+        for variable in (self._has_gradient, *stored):
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+    """An accumulator that has a variable of its own.
+
+    Args:
+        index: Of the variable that it accumulates for.
+        variable: Of its shape.
+        takes_maximum: Whether it keeps the largest value instead of a sum.
+    """
+
+    index: int
+    variable: tf.Variable
+    takes_maximum: bool
+
+    @property
+    def indices(self) -> list[int]:
+        return [self.index]
+
+    def gradient(self, gradients: Sequence[Gradient | None]) -> Gradient | None:
+        return gradients[self.index]
+
+    def read(self) -> list[tf.Tensor]:
+        return [self.variable.read_value()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """Small accumulators, end to end in one variable.
+
+    Args:
+        indices: Of the variables that they accumulate for.
+        shapes: Of these.
+        variable: Flat, of as many elements as all have.
+    """
+
+    indices: list[int]
+    shapes: list[tuple[int, ...]]
+    variable: tf.Variable
+    takes_maximum = False
+
+    def gradient(self, gradients: Sequence[Gradient | None]) -> tf.Tensor | None:
+        """Theirs end to end, zeros for None; None if there is none at all."""
+        own = [gradients[index] for index in self.indices]
+        if all(gradient is None for gradient in own):
+            return None
+        dtype = self.variable.dtype
+        return tf.concat(
+            [
+                tf.zeros([math.prod(shape)], dtype)
+                if gradient is None
+                else tf.reshape(tf.cast(tf.convert_to_tensor(gradient), dtype), [-1])
+                for gradient, shape in zip(own, self.shapes, strict=True)
+            ],
+            axis=0,
+        )
+
+    def read(self) -> list[tf.Tensor]:
+        sizes = [math.prod(shape) for shape in self.shapes]
+        parts = tf.split(self.variable.read_value(), sizes)
+        return [
+            tf.reshape(part, shape)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+
+
+def _name_of(index: int) -> str:
+    return f"accumulator_{index}"
+
+
+def _who_share(
+    variables: Sequence[Any], shapes: list[tuple[int, ...]], dtypes: list[str]
+) -> list[list[int]]:
+    """The indices of small accumulators, in groups of two or more of one dtype."""
+    groups: dict[str, list[int]] = {}
+    for index, variable in enumerate(variables):
+        if math.prod(shapes[index]) <= SMALL and not is_overwritten(variable):
+            groups.setdefault(dtypes[index], []).append(index)
+    return [indices for indices in groups.values() if len(indices) > 1]
 
 
 def _add_in_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
+
+from keras_accum.part_of_variable import PartOfVariable
 
 LENGTHS = ("length", "next_length")
 # What is a sum over micro-batches times their weights.
@@ -52,6 +55,7 @@ class WindowState(keras.layers.Layer):
         self._can_be_saved = can_be_saved
         self.checkpoints = _Checkpoints(self)
         self._names: list[str] = []
+        self._held: list[keras.Variable] = []
         self._largest: set[str] = set()
         self._to_be_loaded: Any = None
 
@@ -80,9 +84,39 @@ class WindowState(keras.layers.Layer):
             name=name,
         )
         self._names.append(name)
+        self._held.append(variable)
         if keeps_largest:
             self._largest.add(name)
         setattr(self, name, variable)
+        return variable.value
+
+    def new_shared(
+        self, names: list[str], *, shapes: list[Any], dtype: str, aggregation: str
+    ) -> tf.Variable:
+        """Makes one variable for several values, which are saved one by one.
+
+        Args:
+            names: Of the values.
+            shapes: Of the values, which lie end to end.
+            dtype: Of all of them.
+            aggregation: As in `new_variable`; it is synchronised on read.
+        """
+        ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int).tolist()
+        variable = keras.Variable(
+            keras.initializers.Zeros(),
+            shape=(ends[-1],),
+            dtype=dtype,
+            trainable=False,
+            synchronization="on_read",
+            aggregation=aggregation,
+            name="accumulators",
+        )
+        self._held.append(variable)
+        starts = [0, *ends[:-1]]
+        for name, shape, start, end in zip(names, shapes, starts, ends, strict=True):
+            self._names.append(name)
+            part = PartOfVariable(variable.value, start, end, shape, self._strategy)
+            setattr(self, name, part)
         return variable.value
 
     @property
@@ -99,12 +133,18 @@ class WindowState(keras.layers.Layer):
 
     def give_up(self, names: list[str]) -> None:
         """Neither saves nor loads these variables any more."""
+        given_up = [getattr(self, name) for name in names]
         self._names = [name for name in self._names if name not in names]
+        self._held = [
+            variable
+            for variable in self._held
+            if not any(variable is each for each in given_up)
+        ]
 
     @property
     def held(self) -> list[keras.Variable]:
         """The variables, in the order in which they were made."""
-        return [getattr(self, name) for name in self._names]
+        return list(self._held)
 
     @property
     def longest(self) -> int:
@@ -216,7 +256,7 @@ class _Checkpoints(tf.train.experimental.PythonState):
         self._window_state = weakref.ref(window_state)
 
     def _owner(self) -> Any:
-        owner = self._window_state()
+        owner: Any = self._window_state()
         owner._check_can_be_saved()
         return owner
 

@@ -30,6 +30,7 @@ LAYERS = (
         "rare_branch",
         "already_reduced",
         "optional_imports",
+        "part_of_variable",
     },
     {"boundary"},
     {"platforms.ipu"},

@@ -1,0 +1,74 @@
+"""A stretch of a flat variable, saved and restored as if it were one by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# The name that TensorFlow's checkpoints give to the value of a variable.
+VALUE = "VARIABLE_VALUE"
+
+
+class PartOfVariable(tf.Module):
+    """So small accumulators share a variable, and a file does not show it.
+
+    Read in cross-replica context it is the sum (or the mean) over the replicas, and a
+    restore gives each of them its share, as with a variable that is synchronised on
+    read.
+
+    Args:
+        variable: Flat, synchronised on read, of aggregation sum or mean.
+        start: The first element.
+        end: After the last element.
+        shape: Of the part.
+        strategy: Owns the variable.
+    """
+
+    def __init__(
+        self,
+        variable: tf.Variable,
+        start: int,
+        end: int,
+        shape: tuple[int, ...],
+        strategy: tf.distribute.Strategy,
+    ) -> None:
+        super().__init__()
+        # In a function, so that it is not tracked: it is saved by its parts only.
+        self._whole = lambda: variable
+        self._place = (start, end)
+        self.shape = tuple(shape)
+        self._strategy = strategy
+
+    def numpy(self) -> np.ndarray:
+        """Its value over all replicas."""
+        start, end = self._place
+        return np.reshape(self._whole().numpy()[start:end], self.shape)
+
+    def assign(self, value: Any) -> None:
+        """Gives each replica its share of a value of all of them."""
+        variable, (start, end) = self._whole(), self._place
+        value = tf.cast(value, variable.dtype)
+        if value.shape != self.shape:
+            raise ValueError(
+                "A value must have the shape of the accumulator that it is loaded "
+                f"into. Received: a value of shape {value.shape} for one of shape "
+                f"{self.shape}. Load it into an optimizer of the model that was saved."
+            )
+        copies = self._strategy.experimental_local_results(variable)
+        if variable.aggregation == tf.VariableAggregation.SUM:
+            value /= self._strategy.num_replicas_in_sync
+        for copy in copies:
+            copy[start:end].assign(tf.reshape(value, [-1]))
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        """Asked by `tf.train.Checkpoint`."""
+        start, end = self._place
+        whole = tf.convert_to_tensor(self._whole())
+        return {VALUE: tf.reshape(whole[start:end], self.shape)}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
+        """Asked by `tf.train.Checkpoint`."""
+        self.assign(restored_tensors[VALUE])
