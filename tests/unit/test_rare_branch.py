@@ -1,0 +1,247 @@
+"""A branch whose variables enter in one tensor: the order is kept, and inputs are few.
+
+Gradients are made slow where an order matters: those of a constant hide a race.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import keras_accum
+from keras_accum import rare_branch
+from tests import graph_walk, micro_steps, registry, training
+from tests.platforms import tpu_stand_in
+
+SIZE = 250
+
+
+def slow(value):
+    """`value`, after a while."""
+    square = tf.ones((SIZE, SIZE)) / SIZE
+    for _ in range(3):
+        square = tf.matmul(square, square)
+    return value + 0.0 * square[0, 0]
+
+
+def unordered(predicate, branch, hidden):
+    """What must not be: the same branch, and nothing that keeps the order."""
+
+    def taken():
+        branch()
+        return tf.constant(True)
+
+    function = tf.function(
+        taken, autograph=False, experimental_attributes={"_noinline": True}
+    ).get_concrete_function()
+    handles = [h for h in function.captured_inputs if h.dtype == tf.resource]
+    with tf.init_scope():
+        pack = tf.raw_ops.Pack(values=handles)
+
+    def call():
+        unpacked = iter(tf.raw_ops.Unpack(value=pack, num=len(handles)))
+        arguments = [
+            next(unpacked) if c.dtype == tf.resource else c
+            for c in function.captured_inputs
+        ]
+        return tf.raw_ops.StatefulPartitionedCall(
+            args=arguments, Tout=[tf.bool], f=function
+        )[0]
+
+    tf.cond(predicate, call, lambda: tf.constant(False))
+
+
+def wrong_windows(rarely, windows=30):
+    """Of windows of two slow additions, how many close with another sum than 3."""
+    sums = [tf.Variable(0.0) for _ in range(4)]
+    results = [tf.Variable(0.0) for _ in range(4)]
+    count, later = tf.Variable(0), tf.Variable(0.0)
+
+    def close():
+        for result, total in zip(results, sums, strict=True):
+            result.assign(total.read_value())
+            total.assign(0.0)
+
+    @tf.function(autograph=False)
+    def step(value):
+        for total in sums:
+            total.assign_add(slow(value))
+        count.assign_add(1)
+        is_due = tf.equal(count.read_value() % 2, 0)
+        rarely(is_due, close, results[1:])
+        later.assign(results[0].read_value())  # in sight, and used after it
+
+    num_wrong = 0
+    for _ in range(windows):
+        step(tf.constant(1.0))
+        step(tf.constant(2.0))
+        values = [float(each) for each in (*results, later)]
+        num_wrong += values != [3.0] * 5
+        for result in results:
+            result.assign(0.0)
+    return num_wrong
+
+
+class OrderTest(parameterized.TestCase):
+    def test_it_waits_for_what_came_before_and_is_waited_for(self):
+        self.assertEqual(wrong_windows(rare_branch.rarely), 0)
+
+    def test_the_test_sees_a_branch_that_does_not_wait(self):
+        self.assertGreater(wrong_windows(unordered), 0)
+
+    def test_two_in_one_function_are_in_order(self):
+        total = tf.Variable(1.0)
+
+        @tf.function(autograph=False)
+        def step():
+            rare_branch.rarely(tf.constant(True), lambda: total.assign(slow(7.0)), [])
+            rare_branch.rarely(
+                tf.constant(True), lambda: total.assign(total.read_value() * 2), []
+            )
+            return total.read_value()
+
+        self.assertEqual([float(step()) for _ in range(10)], [14.0] * 10)
+
+    def test_what_calls_the_function_waits_too(self):
+        total = tf.Variable(1.0)
+
+        @tf.function(autograph=False)
+        def inner():
+            rare_branch.rarely(
+                tf.constant(True), lambda: total.assign_add(slow(1.0)), []
+            )
+
+        @tf.function(autograph=False)
+        def outer():
+            for _ in range(5):
+                inner()
+            return total.read_value()
+
+        self.assertEqual(float(outer()), 6)
+
+    def test_in_a_loop(self):
+        total = tf.Variable(0.0)
+
+        def body(i):
+            is_due = tf.equal(i % 2, 1)
+            rare_branch.rarely(is_due, lambda: total.assign(slow(total) + 1.0), [])
+            return i + 1
+
+        @tf.function(autograph=False)
+        def loop():
+            tf.while_loop(lambda i: i < 20, body, [tf.constant(0)])
+            return total.read_value()
+
+        self.assertEqual(float(loop()), 10)
+
+
+def _inputs_of_branches(function):
+    graph = function.graph.as_graph_def()
+    bodies = [graph.node, *(f.node_def for f in graph.library.function)]
+    return [
+        sum(not name.startswith("^") for name in node.input)
+        for nodes in bodies
+        for node in nodes
+        if node.op in ("If", "StatelessIf")
+    ]
+
+
+def _types(function):
+    return {each.type for each in graph_walk.operations(function)}
+
+
+VARIABLES = 40
+
+
+def _micro_step(strategy, mode):
+    """Adam around many variables: a traced micro step."""
+    with registry.STRATEGIES[strategy]().scope():
+        run = micro_steps.MicroSteps(
+            strategy,
+            lambda: keras_accum.AccumulationOptimizer(keras.optimizers.Adam(), 4),
+            [np.zeros(3, "float32")] * VARIABLES,
+            mode,
+        )
+    replicas = micro_steps.num_replicas(strategy)
+    gradients = [tf.zeros((replicas, 3))] * VARIABLES
+    return run, run._step.get_concrete_function(gradients, None)
+
+
+class CountTest(parameterized.TestCase):
+    @parameterized.parameters("default", "one_device", "mirrored")
+    def test_the_branch_of_the_boundary_has_few_inputs(self, strategy):
+        _, function = _micro_step(strategy, "graph")
+        outer = _inputs_of_branches(function)[0]
+        replicas = micro_steps.num_replicas(strategy)
+        # One tensor of handles for each device, and what is no variable.
+        self.assertLess(outer, 4 + 3 * replicas)
+
+    def test_slots_stay_out_of_the_function(self):
+        run, function = _micro_step("default", "graph")
+        captured = {id(tensor) for tensor in function.captured_inputs}
+        slots = run.optimizer._slots()
+        self.assertLen(slots, 2 * VARIABLES)
+        self.assertFalse(captured & {id(slot.handle) for slot in slots})
+        in_sight = [v.value for v in (*run.variables, run.optimizer.iterations)]
+        self.assertLessEqual({id(v.handle) for v in in_sight}, captured)
+
+    def test_under_xla_it_is_a_branch_as_any_other(self):
+        _, function = _micro_step("default", "xla")
+        self.assertGreater(_inputs_of_branches(function)[0], 3 * VARIABLES)
+        self.assertNotIn("Unpack", _types(function))
+
+    def test_on_a_tpu_too(self):
+        strategy = tpu_stand_in.strategy(2)
+        with strategy.scope():
+            model = training.network(
+                keras_accum.AccumulationOptimizer(keras.optimizers.Adam(), 4)
+            )
+            model.optimizer.build(model.trainable_variables)
+
+        def on_replica(x, y):
+            model.train_step((x, y))
+
+        @tf.function(autograph=False)
+        def step(x, y):
+            strategy.run(on_replica, args=(x, y))
+
+        function = step.get_concrete_function(tf.zeros((1, 6)), tf.zeros((1, 1)))
+        self.assertNotIn("Unpack", _types(function))
+
+    def test_in_eager_there_is_no_graph(self):
+        self.assertFalse(rare_branch.is_worth_while())
+
+
+class ReplicasTest(parameterized.TestCase):
+    @parameterized.parameters("default", "mirrored")
+    def test_slow_gradients_that_differ(self, strategy):
+        shapes = [(3,)] * 6
+        values = [np.zeros(shape, "float32") for shape in shapes]
+
+        class Slow(micro_steps.MicroSteps):
+            def _on_every_replica(self, gradients, weight):
+                gradients = [slow(gradient) for gradient in gradients]
+                super()._on_every_replica(gradients, weight)
+
+        def plain():
+            return keras.optimizers.SGD(0.1, momentum=0.9)
+
+        run = Slow(
+            strategy,
+            lambda: keras_accum.AccumulationOptimizer(
+                plain(), 2, replica_reduction="mean"
+            ),
+            values,
+        )
+        steps = micro_steps.random_gradients(shapes, strategy, 20)
+        for step in steps:
+            run(step)
+        means = [
+            micro_steps.combined(window, shapes, replica_reduction="mean")
+            for window in micro_steps.in_windows(steps, 2)
+        ]
+        expected, _ = micro_steps.plainly(plain(), values, means)
+        for one, other in zip(run.values, expected, strict=True):
+            np.testing.assert_allclose(
+                one, training.numbers(other), rtol=1e-5, atol=1e-6
+            )
