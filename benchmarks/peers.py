@@ -7,6 +7,7 @@ compiled function that takes one micro step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,9 +16,9 @@ import tensorflow as tf
 import keras_accum
 
 Shapes = Sequence[tuple[int, ...]]
-MicroStep = Callable[[], object]
+MicroStep = Any  # a `tf.function` without arguments
 
-SETS: dict[str, Shapes] = {
+SETS: dict[str, list[tuple[int, ...]]] = {
     "600 of 64": [(64,)] * 600,
     "300 of 64x64": [(64, 64)] * 300,
     "12 of 2048x2048": [(2048, 2048)] * 12,

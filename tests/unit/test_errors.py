@@ -349,18 +349,19 @@ class LoadTest(ErrorCase):
             "Load it into an optimizer of the model that was saved",
         )
 
-    def test_an_open_window_is_refused_by_windows_of_one(self, surface):
+    def test_a_longer_window_is_refused_once_windows_of_one_were_closed(self, surface):
         optimizer = self._built(surface, accumulation_steps=3)
         self._step(optimizer)
         self._step(optimizer)
         store = self._saved(optimizer)
         other = self._built(surface, accumulation_steps=1)
+        self._step(other)
         self.assert_refused(
-            ValueError,
+            StepIsTraced,
             lambda: other.window_state.load_own_variables(store),
-            "an optimizer with accumulation_steps=1 cannot finish it",
-            "position=2",
-            "with the accumulation_steps it was saved with",
+            "cannot be raised from 1 once a micro step was taken",
+            "accumulation_steps=3",
+            "with accumulation_steps=3 and set it to 1 to begin with",
         )
 
     def test_another_length_is_taken_from_the_file_and_told(self, surface):
