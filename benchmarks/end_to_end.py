@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,7 +16,9 @@ STEPS = 8
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def ours(plain: Callable[..., keras.optimizers.Optimizer]) -> keras.optimizers.Optimizer:
+def ours(
+    plain: Callable[..., keras.optimizers.Optimizer],
+) -> keras.optimizers.Optimizer:
     """The optimizer, accumulating."""
     return keras_accum.AccumulationOptimizer(plain(), STEPS)
 
@@ -30,11 +33,10 @@ def builtin(
 WAYS = {"keras": builtin, "keras_accum": ours}
 
 
-def _step(model: keras.Model, batch: models.Batch, optimizer: object) -> peers.MicroStep:
+def step_of(model: keras.Model, batch: models.Batch, optimizer: Any) -> peers.MicroStep:
+    """A compiled micro step of a model; without an optimizer its gradients only."""
     inputs, targets = (tf.constant(each) for each in batch)
     variables = model.trainable_variables
-    if optimizer is not None:
-        optimizer.build(variables)
 
     @tf.function(autograph=False)
     def step() -> object:
@@ -57,7 +59,9 @@ def run(quick: bool) -> Iterator[measuring.Record]:
             keras.utils.set_random_seed(0)
             model, batch = make(quick)
             wrapped = optimizer(peers.OPTIMIZERS["adam"]) if optimizer else None
-            contenders[way] = _step(model, batch, wrapped)
+            if wrapped is not None:
+                wrapped.build(model.trainable_variables)
+            contenders[way] = step_of(model, batch, wrapped)
         for step in contenders.values():
             for _ in range(STEPS - 2):  # two are made to warm up
                 step()

@@ -38,9 +38,7 @@ def resnet(quick: bool = False) -> tuple[keras.Model, Batch]:
             stride = 2 if stage and not block else 1
             y = keras.layers.BatchNormalization()(x)
             y = keras.layers.Activation("relu")(y)
-            y = keras.layers.Conv2D(
-                width, 3, stride, padding="same", use_bias=False
-            )(y)
+            y = keras.layers.Conv2D(width, 3, stride, padding="same", use_bias=False)(y)
             y = keras.layers.BatchNormalization()(y)
             y = keras.layers.Activation("relu")(y)
             y = keras.layers.Conv2D(width, 3, padding="same", use_bias=False)(y)

@@ -44,14 +44,31 @@ def _compiled(step: Callable[[], None]) -> MicroStep:
     return tf.function(step, autograph=False)
 
 
-def _with(optimizer: keras.optimizers.Optimizer, shapes: Shapes) -> MicroStep:
-    variables, gradients = _variables(shapes), _gradients(shapes)
-    optimizer.build(variables)
+def step_of(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    computed: bool = False,
+) -> MicroStep:
+    """A compiled micro step of a built optimizer.
+
+    Args:
+        optimizer: Of Keras or of keras_accum.
+        variables: That it is built for.
+        computed: Whether gradients are computed in the step, not constants that live.
+    """
+    gradients = [] if computed else _gradients([v.shape for v in variables])
 
     def step() -> None:
-        optimizer.apply(gradients, variables)
+        given = [tf.fill(v.shape, 0.5) for v in variables] if computed else gradients
+        optimizer.apply(given, variables)
 
     return _compiled(step)
+
+
+def _with(optimizer: keras.optimizers.Optimizer, shapes: Shapes) -> MicroStep:
+    variables = _variables(shapes)
+    optimizer.build(variables)
+    return step_of(optimizer, variables)
 
 
 def ours(shapes: Shapes, optimizer: str, steps: int) -> MicroStep:
