@@ -10,11 +10,13 @@ PYTHON310 ?= python3.10
 # A file stays in one process, so that what it built once serves all its tests.
 PYTEST_ARGS ?= -n auto --dist loadfile
 DEMO_ARGS ?= --plot digits.png
+BENCH_ARGS ?=
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_WHEEL := .venv-wheel
 VENV_TPU_AOT := .venv-tpu-aot
+VENV_PEERS := .venv-peers
 OLDEST := 'tensorflow==2.16.*' 'keras==3.10.*'
 
 INSTALL := -m pip install --quiet
@@ -25,11 +27,11 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check format test-oldest test-tpu-aot wheel test-wheel clean
+.PHONY: help demo test check format test-oldest test-tpu-aot wheel test-wheel bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
-	@echo "Variables: PYTHON, PYTHON310, PYTEST_ARGS, DEMO_ARGS"
+	@echo "Variables: PYTHON, PYTHON310, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS"
 
 demo: $(VENV)/.examples ## Train on digits three ways and draw digits.png
 	$(VENV)/bin/python examples/digits.py $(DEMO_ARGS)
@@ -67,8 +69,11 @@ test-wheel: wheel ## Run the tests from another folder on the installed wheel
 	echo "Testing $$($$python -c 'import keras_accum; print(keras_accum.__file__)')"; \
 	$$python -m pytest $(PYTEST_ARGS)
 
+bench: $(VENV)/.examples $(VENV_PEERS)/.peers ## Measure against peers: BENCH_ARGS=--quick for less
+	$(VENV)/bin/python -m benchmarks.run --peers_python=$(VENV_PEERS)/bin/python $(BENCH_ARGS)
+
 clean: ## Remove the environments and the builds
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_WHEEL) $(VENV_TPU_AOT) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_WHEEL) $(VENV_TPU_AOT) $(VENV_PEERS) build dist *.egg-info
 
 # A stamp per extra of setup.py: installed again when setup.py changes.
 $(VENV)/.%: setup.py $(VENV)/pyvenv.cfg
@@ -89,6 +94,13 @@ $(VENV)/pyvenv.cfg:
 $(VENV_OLDEST)/.test: setup.py $(VENV_OLDEST)/pyvenv.cfg
 	@echo "Installing keras_accum[test] with $(OLDEST) into $(VENV_OLDEST)"
 	$(VENV_OLDEST)/bin/python $(INSTALL) --editable ".[test]" $(OLDEST)
+	@touch $@
+
+# GradientAccumulator needs legacy Keras.
+$(VENV_PEERS)/.peers: $(VENV)/pyvenv.cfg
+	@echo "Installing GradientAccumulator with legacy Keras into $(VENV_PEERS)"
+	$(PYTHON) -m venv --clear $(VENV_PEERS)
+	$(VENV_PEERS)/bin/python $(INSTALL) tensorflow tf-keras gradient-accumulator==0.4.2
 	@touch $@
 
 # JAX with libtpu: in an environment of its own, for it brings 200 MB.
