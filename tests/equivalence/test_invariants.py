@@ -5,6 +5,7 @@ Expected values are worked out in NumPy for SGD with momentum 0.5 and a learning
 """
 
 import collections
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
+from keras_accum import accumulators
 from tests import registry, training
 from tests.equivalence import given_gradients
 from tests.equivalence.given_gradients import GivenGradients, random_gradients
@@ -209,10 +211,13 @@ class TraceTest(parameterized.TestCase):
 
 class AccumulatorsTest(parameterized.TestCase):
     @parameterized.product(
-        strategy=["default", "mirrored"], surface=["wrapper", "mixin"], steps=[1, 3]
+        strategy=["default", "mirrored"],
+        surface=["wrapper", "mixin"],
+        steps=[1, 3],
+        is_shared=[False, True],
     )
     def test_one_accumulator_per_variable_and_replica_or_none(
-        self, strategy, surface, steps
+        self, strategy, surface, steps, is_shared
     ):
         created = collections.Counter()
 
@@ -221,7 +226,11 @@ class AccumulatorsTest(parameterized.TestCase):
             created[tuple(variable.shape)] += 1
             return variable
 
-        with tf.variable_creator_scope(count):
+        small = accumulators.SMALL if is_shared else 0
+        with (
+            tf.variable_creator_scope(count),
+            mock.patch.object(accumulators, "SMALL", small),
+        ):
             run = GivenGradients(
                 strategy,
                 "graph",
@@ -229,18 +238,21 @@ class AccumulatorsTest(parameterized.TestCase):
             )
         run.step(random_gradients(run.num_replicas, 0))
         window = run.optimizer.variables[len(run.inner_variables()) :]
-        for value in given_gradients.INITIAL_VALUES:
-            accumulators = [v for v in window if tuple(v.shape) == value.shape]
-            if value.shape == (2,):
-                # As long as the flags that say which variables have a gradient.
-                accumulators = [v for v in accumulators if v.dtype == "float32"]
-            self.assertLen(accumulators, 0 if steps == 1 else 1)
-            for accumulator in accumulators:
-                copies = run.local(accumulator)
-                self.assertLen({id(copy) for copy in copies}, run.num_replicas)
-        # The variable, its momentum and its accumulator, once for each replica.
-        each = 2 if steps == 1 else 3
-        self.assertEqual(created[(3, 2)], each * run.num_replicas)
+        found = [v for v in window if v.name.startswith("accumulator")]
+        shapes = [tuple(value.shape) for value in given_gradients.INITIAL_VALUES]
+        if is_shared:  # one for both, as long as both
+            shapes = [(sum(int(np.prod(shape)) for shape in shapes),)]
+        expected = [] if steps == 1 else shapes
+        self.assertEqual([tuple(v.shape) for v in found], expected)
+        for accumulator in found:
+            copies = run.local(accumulator)
+            self.assertLen({id(copy) for copy in copies}, run.num_replicas)
+        # The variable and its momentum, and an accumulator, once for each replica.
+        own = 0 if is_shared or steps == 1 else 1
+        self.assertEqual(created[(3, 2)], (2 + own) * run.num_replicas)
+        if is_shared:
+            shared = 0 if steps == 1 else 1
+            self.assertEqual(created[shapes[0]], shared * run.num_replicas)
 
 
 class SlowGradientsTest(parameterized.TestCase):
