@@ -3,6 +3,9 @@
 Gradients are made slow where an order matters: those of a constant hide a race.
 """
 
+import types
+from unittest import mock
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -88,6 +91,32 @@ class OrderTest(parameterized.TestCase):
 
     def test_the_test_sees_a_branch_that_does_not_wait(self):
         self.assertGreater(wrong_windows(unordered), 0)
+
+    def test_handles_that_cannot_be_packed_are_captured_one_by_one(self):
+        with mock.patch.object(rare_branch, "_places_by_device", return_value={}):
+            self.assertEqual(wrong_windows(rare_branch.rarely), 0)
+
+    def test_those_of_another_device_than_a_cpu_cannot(self):
+        def handle(device, **other):
+            attributes = {
+                "dtype": tf.resource,
+                "device": f"/job:localhost/replica:0/task:0/device:{device}",
+                "shape": tf.TensorShape([]),
+                "numpy": None,
+                **other,
+            }
+            return types.SimpleNamespace(**attributes)
+
+        captured = [
+            handle("CPU:0"),
+            handle("GPU:0"),
+            handle("CPU:0", dtype=tf.float32),
+            handle("CPU:1"),
+            handle("CPU:0", shape=tf.TensorShape([3])),  # a pack itself
+            handle("CPU:0"),
+        ]
+        places = rare_branch._places_by_device(captured)
+        self.assertEqual(list(places.values()), [[0, 5], [3]])
 
     def test_two_in_one_function_are_in_order(self):
         total = tf.Variable(1.0)
