@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tensorflow as tf
 from keras_accum.arguments import StepIsTraced
 from keras_accum.boundary import FromAnywhere
 from keras_accum.gradient_measurements import GradientMeasurements, NoMeasurements
+from keras_accum.known_variables import display_name, native
 from keras_accum.reduction import Reduction
 from keras_accum.replica_groups import ReplicaGroups
 from keras_accum.weight_decay import (
@@ -33,6 +35,7 @@ class Attachments:
     _groups: ReplicaGroups
     _from_anywhere: FromAnywhere
     _has_stepped: bool
+    _excluded: tuple[set[int], list[str]]
 
     def _plain(self) -> Any:
         raise NotImplementedError
@@ -44,6 +47,20 @@ class Attachments:
         self._decay: WeightDecay = NoWeightDecay()
         self._measurements = NoMeasurements()
         self._rate_before: float | None = None
+        # Past Keras's attribute tracking, which would save them.
+        self.__dict__["_excluded"] = (set(), [])
+
+    def _note_excluded(self, var_list: Any, var_names: Any) -> None:
+        """What `exclude_from_weight_decay` is told holds for `decay_weights` too."""
+        variables, names = self._excluded
+        variables.update(id(native(variable)) for variable in var_list or [])
+        names.extend(var_names or [])
+
+    def _is_excluded(self, variable: Any) -> bool:
+        variables, names = self._excluded
+        path = display_name(variable)
+        is_named = any(re.search(name, path) for name in names)
+        return is_named or id(native(variable)) in variables
 
     def decay_weights(
         self,
@@ -67,7 +84,8 @@ class Attachments:
                 factor, as Keras's and PyTorch's AdamW; False is the independent form.
             filter: Which variables decay. None: all. A callable from variable to
                 bool: those for which it is True. A name, or several: all but those in
-                whose path one is found, as `exclude_from_weight_decay` of Keras.
+                whose path one is found. What `exclude_from_weight_decay` was told is
+                left out in any case.
             beside_inner: Whether the inner optimizer may decay by itself as well.
 
         Raises:
@@ -91,6 +109,7 @@ class Attachments:
             decay = WeightDecay(
                 weight_decay, decoupled, times_learning_rate, filter, beside_inner
             )
+        decay.is_excluded = self._is_excluded
         check_does_not_decay(self._plain(), decay)
         if self._decay.is_like(decay):
             self._decay.rate.assign(decay.rate)

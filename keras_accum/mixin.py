@@ -90,6 +90,13 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
     def _reduced_gradients(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()  # `GradientsAreReduced` says so for good
 
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """As the plain optimizer's method; call it before `build`."""
+        self._note_excluded(var_list, var_names)
+        self._plain_class().exclude_from_weight_decay(var_list, var_names)
+
     def _plain_variables(self) -> list[Any]:
         return self._plain_class().variables
 

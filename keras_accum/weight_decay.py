@@ -59,6 +59,8 @@ class WeightDecay:
     ) -> None:
         self.form: Any = (decoupled, times_learning_rate, beside_inner)
         self.filter = _checked_filter(filter)
+        # What `exclude_from_weight_decay` of the optimizer was told.
+        self.is_excluded: Callable[[Any], bool] = lambda variable: False
         # Made in the scope of the strategy; not saved: like an optimizer's own
         # `weight_decay` it is the program's to say.
         number = checked_rate("weight_decay", rate)
@@ -70,7 +72,7 @@ class WeightDecay:
 
     def applies_to(self, variable: Any) -> bool:
         """Whether a variable decays."""
-        if is_overwritten(variable):
+        if is_overwritten(variable) or self.is_excluded(variable):
             return False
         if callable(self.filter):
             return bool(self.filter(variable))
@@ -168,7 +170,8 @@ def check_does_not_decay(optimizer: Any, decay: WeightDecay) -> None:
         return
     for leaf in leaf_optimizers(optimizer):
         for name, rate in vars(leaf).items():  # Muon has a second one
-            if name.endswith("weight_decay") and rate:
+            is_rate = isinstance(rate, (int, float)) and name.endswith("weight_decay")
+            if is_rate and rate:
                 raise ValueError(
                     "The inner optimizer must not decay weights by itself: they would "
                     f"decay twice. Received: {type(leaf).__name__} with {name}={rate}. "

@@ -13,9 +13,9 @@ class GraphcoreOptimizer(V1Methods):
     """Base class: what is common to Graphcore's optimizers here."""
 
     def _factor_in_fit(self) -> float:
-        # Reduced by mean here, and Keras's loss carries 1/replicas.
-        is_mean = self._reduction.replica == "mean"
-        return float(self._strategy.num_replicas_in_sync) if is_mean else 1.0
+        # Keras's loss carries 1/replicas: reduced by mean here, or not at all.
+        is_divided = self._reduction.replica == "mean" or self._groups.size == 1
+        return float(self._strategy.num_replicas_in_sync) if is_divided else 1.0
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""

@@ -202,6 +202,28 @@ class CrossReplicaTest(parameterized.TestCase):
         for replica, copy in enumerate(copies):
             self.assertEqual(float(copy), -2 * (replica + 1))
 
+    def test_in_fit_each_replica_trains_as_if_alone(self):
+        strategy = registry.mirrored()
+        x, y = training.rows(4 * training.ROWS)
+        with strategy.scope():
+            model = training.network(
+                graphcore.GradientAccumulationOptimizerV2(
+                    keras.optimizers.SGD(0.05, momentum=0.9), 2, reduction_method="MEAN"
+                )
+            )
+        with self.assertWarnsRegex(UserWarning, "inside their groups only"):
+            model.fit(training.batches(x, y, training.ROWS), shuffle=False, verbose=0)
+        own = training.ROWS // strategy.num_replicas_in_sync
+        of_first = np.arange(len(x)) % training.ROWS < own
+        expected = training.network(keras.optimizers.SGD(0.05, momentum=0.9))
+        data = training.batches(x[of_first], y[of_first], 2 * own)
+        expected.fit(data, shuffle=False, verbose=0)
+        for variable, plain in zip(model.variables, expected.variables, strict=True):
+            first = strategy.experimental_local_results(variable.value)[0]
+            np.testing.assert_allclose(
+                first.numpy(), training.numbers(plain), rtol=1e-5, atol=1e-6
+            )
+
     @parameterized.parameters("sum", "mean", "running_mean")
     def test_the_config_and_a_round_trip(self, method):
         optimizer = graphcore.CrossReplicaGradientAccumulationOptimizerV2(

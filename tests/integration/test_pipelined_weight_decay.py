@@ -2,12 +2,14 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
 from keras_accum.callbacks import PipelinedWeightDecay
 from tests import micro_steps, refusals, registry, training
 from tests.equivalence import given_gradients
+from tests.integration import stepping
 from tests.unit.test_weight_decay import BAD_NUMBERS, EXPECTED
 
 N, RATE = 2, 0.1
@@ -254,6 +256,41 @@ class SeveralFitsTest(parameterized.TestCase):
         other = PipelinedWeightDecay(0.5, times_learning_rate=False)
         _, seen = _fit(model, other, epochs=1)
         _assert_close(seen.weights, [0.95 * 0.5])
+
+
+class ExcludedTest(parameterized.TestCase):
+    @parameterized.product(
+        surface=["wrapper", "mixin"],
+        by=["names", "variables"],
+        decoupled=[True, False],
+        strategy=["default", "mirrored"],
+    )
+    def test_what_the_optimizer_is_told_to_exclude(
+        self, surface, by, decoupled, strategy
+    ):
+        with registry.STRATEGIES[strategy]().scope():
+            kernel = keras.Variable(1.0, name="kernel")
+            bias = keras.Variable(1.0, name="bias")
+            if surface == "wrapper":
+                optimizer = keras_accum.AccumulationOptimizer(
+                    keras.optimizers.SGD(0.1), 2
+                )
+            else:
+                optimizer = stepping.AccumulatingSGD(0.1, accumulation_steps=2)
+            if by == "names":
+                optimizer.exclude_from_weight_decay(var_names=["bias"])
+            else:
+                optimizer.exclude_from_weight_decay(var_list=[bias])
+            optimizer.build([kernel, bias])
+            optimizer.decay_weights(0.5, decoupled=decoupled)
+
+        def step():
+            optimizer.apply_gradients([(tf.constant(0.0), v) for v in (kernel, bias)])
+
+        for _ in range(2):
+            registry.STRATEGIES[strategy]().run(step)
+        _assert_close(training.numbers(kernel), 0.95)
+        _assert_close(training.numbers(bias), 1.0)
 
 
 class RefusedTest(refusals.RefusalCase):
