@@ -64,7 +64,6 @@ def plot(records: Sequence[Record], path: pathlib.Path) -> None:
         axis.set_xticks(range(len(sets)), sets)
         axis.set_title(f"Adam, micro step, {title}")
         axis.set_ylabel("ms")
-        axis.set_yscale("log")
     axes[0].legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
