@@ -21,6 +21,7 @@ import tensorflow as tf
 
 import keras_accum
 from benchmarks import measuring
+from tests import graph_walk
 
 STEPS = 8
 TIME_LIMIT_S = 240
@@ -50,7 +51,6 @@ def _on(place: str, quick: bool) -> Iterator[measuring.Record]:
                 subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.communication", f"{quick:d}"],
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
                     text=True,
                     env=environment,
                 )
@@ -58,9 +58,14 @@ def _on(place: str, quick: bool) -> Iterator[measuring.Record]:
         printed, _ = processes[0].communicate(timeout=TIME_LIMIT_S)
         for process in processes[1:]:
             process.wait(timeout=TIME_LIMIT_S)
+        failed = [p.returncode for p in processes if p.returncode]
     finally:
         for process in processes:
             process.kill()
+    if failed:
+        raise RuntimeError(
+            f"A process of {place!r} failed, and says why above. Exit codes: {failed}."
+        )
     yield from json.loads(printed.splitlines()[-1])
 
 
@@ -92,26 +97,12 @@ def _micro_step(strategy: tf.distribute.Strategy, way: str) -> Any:
     return step
 
 
-def _traffic(function: Any) -> tuple[int, int, int]:
-    """Collectives in a micro step and in its boundary, and the bytes of a sum."""
-    graph = function.graph.as_graph_def()
-    library = {f.signature.name: f for f in graph.library.function}
-    found = {"outside": 0, "boundary": 0}
-
-    def walk(nodes: Any, where: str) -> None:
-        for node in nodes:
-            if node.op.startswith("CollectiveReduce"):
-                found[where] += 1
-            for name, value in node.attr.items():
-                for called in (value.func, *value.list.func):
-                    if called.name in library:
-                        is_branch = name in ("then_branch", "else_branch")
-                        inside = "boundary" if is_branch else where
-                        walk(library[called.name].node_def, inside)
-
-    walk(graph.node, "outside")
-    size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
-    return found["outside"], found["boundary"], size
+def _collectives(function: Any) -> int:
+    """Those that a window has: of each micro step, and of its boundary."""
+    return sum(
+        number * (1 if branches else STEPS)
+        for (_, branches), number in graph_walk.collectives(function).items()
+    )
 
 
 def _measure(quick: bool) -> list[measuring.Record]:
@@ -126,26 +117,25 @@ def _measure(quick: bool) -> list[measuring.Record]:
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     local_replicas = len(strategy.extended.worker_devices)
     steps = {way: _micro_step(strategy, way) for way in WAYS}
-    traffic = {way: _traffic(steps[way].get_concrete_function()) for way in WAYS}
     for step in steps.values():
         for _ in range(STEPS - 2):  # two are made to warm up
             step()
     seconds = measuring.interleaved(steps, 3 if quick else 12, STEPS)
     time.sleep(0.5)  # the other worker ends its last step
     windows = {way: times.mean(axis=1) for way, times in seconds.items()}
+    # One collective sums all gradients of a micro step.
+    megabytes = 4 * sum(int(np.prod(shape)) for shape in SHAPES) / 2**20
     records = []
     for way, numbers in measuring.summary(windows, "micro_step").items():
-        outside, boundary, size = traffic[way]
-        per_window = (outside * STEPS + boundary) // local_replicas
+        collectives = _collectives(steps[way].get_concrete_function())
+        per_window = collectives // local_replicas
         records.append(
             {
                 "claim": "communication",
                 "place": "two workers" if is_worker else "two replicas",
                 "reduce_every": way,
                 "collectives_per_window": per_window,
-                "megabytes_per_window": round(
-                    size * (STEPS if outside else 1) / 2**20, 1
-                ),
+                "megabytes_per_window": round(per_window * megabytes, 1),
                 **numbers,
             }
         )

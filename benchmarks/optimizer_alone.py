@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,36 @@ def _operations(function: Any) -> int:
     graph = function.graph.as_graph_def()
     bodies = [graph.node, *(f.node_def for f in graph.library.function)]
     return sum(len(nodes) for nodes in bodies)
+
+
+def records(
+    claim: str, of_rounds: Callable[..., np.ndarray], without: str, quick: bool
+) -> Iterator[measuring.Record]:
+    """One record for each set of variables, optimizer and contender.
+
+    Args:
+        claim: Its name.
+        of_rounds: From seconds of shape (rounds, STEPS) to those of each round.
+        without: The contender that the claim says nothing of.
+        quick: Few variables and rounds.
+    """
+    for which in peers.SETS:
+        for optimizer in peers.OPTIMIZERS:
+            data = measured(which, optimizer, quick)
+            times = {
+                name: of_rounds(seconds)
+                for name, seconds in data["seconds"].items()
+                if name != without
+            }
+            for name, numbers in measuring.summary(times, "keras").items():
+                yield {
+                    "claim": claim,
+                    "set": which,
+                    "variables": data["variables"],
+                    "optimizer": optimizer,
+                    "contender": name,
+                    **numbers,
+                }
 
 
 def off_the_boundary(seconds: np.ndarray) -> np.ndarray:

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks import measuring, optimizer_alone, peers
+from benchmarks import measuring, optimizer_alone
 
 
 def run(quick: bool) -> Iterator[measuring.Record]:
-    """One record for each set of variables, optimizer and contender: per micro step."""
-    for which in peers.SETS:
-        for optimizer in peers.OPTIMIZERS:
-            data = optimizer_alone.measured(which, optimizer, quick)
-            times = {
-                name: optimizer_alone.whole_window(seconds)
-                for name, seconds in data["seconds"].items()
-                if name != "floor"  # it never updates
-            }
-            for name, numbers in measuring.summary(times, "keras").items():
-                yield {
-                    "claim": "window",
-                    "set": which,
-                    "variables": data["variables"],
-                    "optimizer": optimizer,
-                    "contender": name,
-                    **numbers,
-                }
+    """Per micro step; without "floor", which never updates."""
+    return optimizer_alone.records(
+        "window", optimizer_alone.whole_window, "floor", quick
+    )

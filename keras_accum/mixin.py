@@ -94,8 +94,8 @@ class AccumulationMixin(GradientsAreReduced, Accumulation):
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
         """As the plain optimizer's method; call it before `build`."""
-        self._note_excluded(var_list, var_names)
         self._plain_class().exclude_from_weight_decay(var_list, var_names)
+        self._note_excluded(var_list, var_names)
 
     def _plain_variables(self) -> list[Any]:
         return self._plain_class().variables

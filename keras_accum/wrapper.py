@@ -171,8 +171,8 @@ class AccumulationOptimizer(Accumulation, keras.optimizers.LossScaleOptimizer):
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
         """As the inner optimizer's method; call it before `build`."""
-        self._note_excluded(var_list, var_names)
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+        self._note_excluded(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """As the inner optimizer's method: moves its EMA into the model."""

@@ -6,11 +6,14 @@ from typing import Any
 
 import keras
 
+from keras_accum import arguments
 from keras_accum.v1_methods import V1Methods
 
 
 class GraphcoreOptimizer(V1Methods):
     """Base class: what is common to Graphcore's optimizers here."""
+
+    _objects_in_config: tuple[str, ...] = ("opt",)  # besides plain arguments
 
     def _factor_in_fit(self) -> float:
         # Keras's loss carries 1/replicas: reduced by mean here, or not at all.
@@ -21,6 +24,16 @@ class GraphcoreOptimizer(V1Methods):
         """The arguments."""
         opt = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"opt": opt, "name": self.name, **self._said_arguments()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` described."""
+        config = arguments.deserialized(config, custom_objects)
+        for name in cls._objects_in_config:
+            config[name] = keras.saving.deserialize_keras_object(
+                config[name], custom_objects=custom_objects
+            )
+        return cls(**config)
 
     def _said_arguments(self) -> dict[str, Any]:
         return {}

@@ -74,6 +74,8 @@ class IPUOptimizer(GraphcoreOptimizer):
     Source: the `IPUOptimizer` of Graphcore's public training examples.
     """
 
+    _objects_in_config = ("optimizer", "weight_decay_filter_fn")
+
     def __init__(
         self,
         optimizer: Any,
@@ -137,17 +139,6 @@ class IPUOptimizer(GraphcoreOptimizer):
         config["optimizer"] = config.pop("opt")
         decay_filter = serialized(self._filter)
         return {**config, **self._arguments, "weight_decay_filter_fn": decay_filter}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` described."""
-        objects = {
-            name: keras.saving.deserialize_keras_object(
-                config[name], custom_objects=custom_objects
-            )
-            for name in ("optimizer", "weight_decay_filter_fn")
-        }
-        return cls(**{**config, **objects})
 
 
 def _one_of(gradients_to_accumulate: Any, gradient_accumulation_count: Any) -> int:

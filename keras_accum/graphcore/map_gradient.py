@@ -41,6 +41,8 @@ class MapGradientOptimizer(GraphcoreOptimizer):
     Source: Graphcore's `ipu.optimizers.MapGradientOptimizer`.
     """
 
+    _objects_in_config = ("wrapped_optimizer", "gradient_mapping_function")
+
     def __init__(
         self,
         wrapped_optimizer: Any,
@@ -103,14 +105,3 @@ class MapGradientOptimizer(GraphcoreOptimizer):
         config["wrapped_optimizer"] = config.pop("opt")
         mapping = serialized(self._map)
         return {**config, "gradient_mapping_function": mapping}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` described."""
-        objects = {
-            name: keras.saving.deserialize_keras_object(
-                config[name], custom_objects=custom_objects
-            )
-            for name in ("wrapped_optimizer", "gradient_mapping_function")
-        }
-        return cls(**{**config, **objects})
