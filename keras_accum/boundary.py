@@ -61,16 +61,13 @@ def decide(
     predicate: Any,
     on_true: Callable[[], Any],
     on_false: Callable[[], Any] = nothing,
-) -> tf.Tensor:
+) -> None:
     """In cross-replica context: takes one branch, the same on every replica.
 
     Args:
         predicate: Scalar bool of each replica, equal on all of them.
         on_true: Called, when it holds, in cross-replica context.
         on_false: Called when it does not.
-
-    Returns:
-        Scalar bool, which was taken; known when it is done.
     """
 
     def taken() -> tf.Tensor:
@@ -81,7 +78,7 @@ def decide(
         on_false()
         return tf.constant(False)
 
-    return tf.cond(first_replica(predicate), taken, not_taken)
+    tf.cond(first_replica(predicate), taken, not_taken)
 
 
 def decide_rarely(

@@ -203,8 +203,8 @@ class Accumulation(AccumulationState):
                 boundary.each_replica(update, reduced, has_gradient)
 
         skip = functools.partial(boundary.each_replica, self._skip, verdict)
-        is_updated = boundary.decide(verdict["is_good"], update, skip)
-        boundary.each_replica(self._open_window, verdict, is_updated)
+        boundary.decide(verdict["is_good"], update, skip)
+        boundary.each_replica(self._open_window, verdict)
 
     def _reduce(self, indices: list[int], gradients: Any, weight: Any) -> tuple:
         """Replica context, in the branch: the one reduction of the window.
@@ -271,10 +271,10 @@ class Accumulation(AccumulationState):
         """Replica context, in the inner branch: the window ends without an update."""
         self._window.record_skip(verdict["is_clean"])
 
-    def _open_window(self, verdict: dict[str, tf.Tensor], is_updated: Any) -> None:
+    def _open_window(self, verdict: dict[str, tf.Tensor]) -> None:
         """Replica context, in the branch: empties the window, draws the conclusions."""
-        with tf.control_dependencies([is_updated]):  # not zeros beside the gradients
-            self._empty_accumulators()
+        # As soon as they are read: they need not live beside what is reduced of them.
+        self._empty_accumulators()
         self._measurements.close_window(verdict, self._window)
         self._window.restart(verdict.get("bad_micro_batches", 0.0))
         self._loss_scale.close_window(verdict, tf.convert_to_tensor(self.iterations))
