@@ -14,7 +14,7 @@ from keras_accum import arguments, boundary, nonfinite
 from keras_accum.accumulators import Accumulators
 from keras_accum.attachments import Attachments
 from keras_accum.inner_optimizer import surrounding_optimizer
-from keras_accum.known_variables import KnownVariables, native
+from keras_accum.known_variables import KnownVariables
 from keras_accum.platforms.ipu import program_of
 from keras_accum.reduction import (
     MICRO_REDUCTIONS,
@@ -222,10 +222,6 @@ class AccumulationState(Attachments, WindowView):
 
     def _set_plain_weights(self, weights: list[Any]) -> None:
         raise NotImplementedError
-
-    def _slots(self) -> list[tf.Variable]:
-        """What only an update touches: not counters and rates, which are scalars."""
-        return [native(v) for v in self._plain_variables() if tuple(v.shape)]
 
     @property
     def variables(self) -> list[Any]:

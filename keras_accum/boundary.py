@@ -15,7 +15,7 @@ from reduced values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -81,22 +81,12 @@ def decide(
     tf.cond(first_replica(predicate), taken, not_taken)
 
 
-def decide_rarely(
-    predicate: Any, on_true: Callable[[], Any], hidden: Iterable[Any]
-) -> None:
-    """As `decide`, for a branch that most micro steps do not take.
-
-    Args:
-        predicate: As in `decide`.
-        on_true: As in `decide`.
-        hidden: Variables that nothing but this branch uses; see `rare_branch.rarely`.
-    """
-    if not rare_branch.is_worth_while():
+def decide_rarely(predicate: Any, on_true: Callable[[], Any]) -> None:
+    """As `decide`, for a branch that most micro steps do not take."""
+    if rare_branch.is_worth_while():
+        rare_branch.rarely(first_replica(predicate), on_true)
+    else:
         decide(predicate, on_true)
-        return
-    copies = tf.distribute.get_strategy().experimental_local_results
-    hidden = [copy for variable in hidden for copy in copies(variable)]
-    rare_branch.rarely(first_replica(predicate), on_true, hidden)
 
 
 class FromAnywhere:

@@ -162,7 +162,7 @@ class Accumulation(AccumulationState):
         def close_if_due(is_due: Any, has_gradient: Any) -> None:
             window = (indices, uncertain, has_gradient)
             close = functools.partial(self._close_window, *window)
-            boundary.decide_rarely(is_due, close, self._slots())
+            boundary.decide_rarely(is_due, close)
 
         boundary.merge(close_if_due, is_due, has_gradient)
 

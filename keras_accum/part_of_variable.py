@@ -47,11 +47,11 @@ class PartOfVariable(tf.Module):
         start, end = self._place
         return np.reshape(self._whole().numpy()[start:end], self.shape)
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Any) -> Any:
         """Gives each replica its share of a value of all of them."""
         variable, (start, end) = self._whole(), self._place
         value = tf.cast(value, variable.dtype)
-        if value.shape != self.shape:
+        if not value.shape.is_compatible_with(self.shape):  # unknown in a SavedModel
             raise ValueError(
                 "A value must have the shape of the accumulator that it is loaded "
                 f"into. Received: a value of shape {value.shape} for one of shape "
@@ -60,8 +60,8 @@ class PartOfVariable(tf.Module):
         copies = self._strategy.experimental_local_results(variable)
         if variable.aggregation == tf.VariableAggregation.SUM:
             value /= self._strategy.num_replicas_in_sync
-        for copy in copies:
-            copy[start:end].assign(tf.reshape(value, [-1]))
+        shares = [copy[start:end].assign(tf.reshape(value, [-1])) for copy in copies]
+        return tf.group(*shares)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         """Asked by `tf.train.Checkpoint`."""
@@ -69,6 +69,29 @@ class PartOfVariable(tf.Module):
         whole = tf.convert_to_tensor(self._whole())
         return {VALUE: tf.reshape(whole[start:end], self.shape)}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
         """Asked by `tf.train.Checkpoint`."""
-        self.assign(restored_tensors[VALUE])
+        return self.assign(restored_tensors[VALUE])
+
+    # In a SavedModel the whole is there too, for the functions that use it.
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel":
+            children["whole"] = self._whole()
+        return children
+
+    def _deserialization_dependencies(self, children: Any) -> dict[str, Any]:
+        return {"whole": children["whole"]}
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        copy_of_whole = object_map[self._whole()]
+        start, end = self._place
+        object_map[self] = PartOfVariable(
+            copy_of_whole, start, end, self.shape, self._strategy
+        )
+        return []

@@ -3,20 +3,20 @@
 `tf.cond` hands every variable that a branch touches to it, one by one, also when it is
 not taken: with two slots per variable that is most of the time of a micro step. Here
 the branch is one call of a function, and the handles of its variables enter it in one
-tensor per device, which is made once, outside of the graph.
+tensor per device, a pack, which is made once, outside of the graph.
 
-In one tensor TensorFlow no longer sees which variables the branch touches, and would
-make the update before the sums that it reads. So the order is kept here: the branch
-waits for what has used its variables before it, and what uses them later waits for the
-branch. Variables that only the branch touches stay out of the calling function.
+A function is in order because TensorFlow sees which variables each operation takes.
+`_see_through_packs` tells it which ones an operation takes in a pack, of those that the
+function has anyway; the others stay out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import control_flow_util
 
 
@@ -31,16 +31,12 @@ def is_worth_while() -> bool:
     return not control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-def rarely(
-    predicate: tf.Tensor, branch: Callable[[], Any], hidden: Iterable[tf.Variable]
-) -> None:
+def rarely(predicate: tf.Tensor, branch: Callable[[], Any]) -> None:
     """In a graph: calls `branch` if `predicate` holds, and costs little if not.
 
     Args:
         predicate: Scalar bool.
         branch: Without arguments; what it returns is not used.
-        hidden: Variables that nothing but the branch uses from here on, in the function
-            that is being traced and in those that call it.
     """
 
     def taken() -> tf.Tensor:
@@ -65,17 +61,7 @@ def rarely(
             args=arguments, Tout=[tf.bool], f=function
         )[0]
 
-    in_sight = _in_sight(captured, places, hidden)
-    users = [op for each in in_sight.values() for h in each for op in h.consumers()]
-    with tf.control_dependencies(users):
-        is_done = tf.cond(predicate, call, lambda: tf.constant(False))
-    with tf.control_dependencies([is_done]):
-        for device, handles in in_sight.items():
-            if handles:
-                with tf.device(device):
-                    # It counts as a use of the variables, for which the next use
-                    # waits; nothing reads it, and it is pruned before it runs.
-                    tf.raw_ops.Pack(values=handles)
+    tf.cond(predicate, call, lambda: tf.constant(False))
 
 
 def _places_by_device(captured: Sequence[tf.Tensor]) -> dict[str, list[int]]:
@@ -92,25 +78,39 @@ def _places_by_device(captured: Sequence[tf.Tensor]) -> dict[str, list[int]]:
     return places
 
 
-def _packed(captured: Sequence[tf.Tensor], places: list[int]) -> tf.Tensor:
-    with tf.init_scope(), tf.device(captured[places[0]].device):
-        return tf.raw_ops.Pack(values=[captured[place] for place in places])
+def _packed(captured: Sequence[tf.Tensor], places: list[int]) -> Any:
+    handles = [captured[place] for place in places]
+    with tf.init_scope(), tf.device(handles[0].device):
+        pack: Any = tf.raw_ops.Pack(values=handles)
+    pack.packed_handles = handles
+    return pack
 
 
-def _in_sight(
-    captured: Sequence[tf.Tensor],
-    places: dict[str, list[int]],
-    hidden: Iterable[tf.Variable],
-) -> dict[str, list[tf.Tensor]]:
-    """By device, the handles that the function being traced has, or is to have."""
-    graph = tf.compat.v1.get_default_graph()
-    out_of_sight = {id(variable.handle) for variable in hidden}
-    out_of_sight -= {id(outside) for outside, _ in graph.captures}
-    return {
-        device: [
-            graph.capture(captured[place])
-            for place in at
-            if id(captured[place]) not in out_of_sight
-        ]
-        for device, at in places.items()
+@auto_control_deps.register_acd_resource_resolver
+def _see_through_packs(op: tf.Operation, reads: Any, writes: Any) -> bool:
+    """Tells the order of a function which variables an operation takes in a pack.
+
+    TensorFlow calls it for each operation when a function has been traced, and so also
+    in functions that only call one with a pack.
+
+    Args:
+        op: Any operation.
+        reads: Set of handles that it only reads.
+        writes: Set of handles that it may write; here those of packs are added.
+
+    Returns:
+        Whether any was added.
+    """
+    packs = [tensor for tensor in (*reads, *writes) if tensor.shape.rank == 1]
+    if not packs:
+        return False
+    captures = op.graph.captures
+    captured = {id(inside): outside for outside, inside in captures}
+    packed = {
+        id(handle)
+        for pack in packs
+        for handle in getattr(captured.get(id(pack)), "packed_handles", ())
     }
+    num_writes = len(writes)
+    writes.update(inside for outside, inside in captures if id(outside) in packed)
+    return len(writes) > num_writes
