@@ -170,7 +170,13 @@ class AccumulationState(Attachments, WindowView):
                 self.window_state.new_variable,
                 self._reduces_early,
                 self.window_state.new_shared,
+                kind_of=self._treatment,
             )
+
+    def _treatment(self, variable: Any) -> tuple[Any, ...]:
+        """What tells a variable from others when a window closes."""
+        dtype = arguments.dtype_of_reduced(variable, self._accumulator_dtype)
+        return dtype.name, self._loss_scale.is_scaled(variable)
 
     def reset(self) -> None:
         """Drops what the window holds. Called as `flush` is."""

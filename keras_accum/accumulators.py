@@ -43,6 +43,8 @@ class Accumulators:
         is_reduced: Whether what is added is reduced over the replicas already.
         new_shared: Makes the `tf.Variable` that small accumulators share, see
             `WindowState`. None: each has one of its own.
+        kind_of: Of variables, whatever can be compared. Only those of one kind share:
+            what is done with a window's sums must not tell them apart.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Accumulators:
         new_variable: NewVariable,
         is_reduced: bool = False,
         new_shared: Any = None,
+        kind_of: Callable[[Any], Any] = lambda variable: None,
     ) -> None:
         self._reduction = reduction
         # Which variables got a gradient in this window. Equal on all replicas: a
@@ -64,7 +67,8 @@ class Accumulators:
         aggregation = "mean" if is_mean else "sum"
         shapes: list[Any] = [tuple(native(v).shape.as_list()) for v in variables]
         dtypes = [dtype_of(variable).name for variable in variables]
-        shared = _who_share(variables, shapes, dtypes) if new_shared else []
+        kinds = list(zip(dtypes, map(kind_of, variables), strict=True))
+        shared = _who_share(variables, shapes, kinds) if new_shared else []
         alone = sorted(set(range(len(variables))).difference(*shared))
         self._stores: list[_Alone | _Shared] = [
             _Alone(
@@ -119,13 +123,31 @@ class Accumulators:
         present = tf.constant([int(g is not None) for g in gradients])
         self._has_gradient.assign(tf.maximum(self._has_gradient.read_value(), present))
 
-    def read(self, indices: Sequence[int]) -> list[tf.Tensor]:
-        """This replica's accumulated gradients, without a copy where TensorFlow can."""
-        wanted, found = set(indices), {}
-        for store in self._stores:
-            if wanted.intersection(store.indices):
-                found |= dict(zip(store.indices, store.read(), strict=True))
+    def read(self, indices: Sequence[int]) -> tuple[list[int], list[tf.Tensor]]:
+        """This replica's sums for some variables, fewer tensors than variables.
+
+        Returns:
+            The index of one variable for each tensor, and the tensors: those that share
+            a variable are end to end in one of them, and all of one kind. `apart` takes
+            them apart. They are not copied, where TensorFlow can do without.
+        """
+        held = self._held(indices)
+        return [own[0] for _, own in held], [store.read(own) for store, own in held]
+
+    def apart(
+        self, indices: Sequence[int], tensors: Sequence[Gradient]
+    ) -> list[Gradient]:
+        """A gradient for each of the indices, from what `read` gave for them."""
+        found: dict[int, Gradient] = {}
+        for (store, own), tensor in zip(self._held(indices), tensors, strict=True):
+            found |= zip(own, store.apart(own, tensor), strict=True)
         return [found[index] for index in indices]
+
+    def _held(self, indices: Sequence[int]) -> list[tuple[_Alone | _Shared, list[int]]]:
+        """The stores that hold some of the indices, and which."""
+        wanted = set(indices)
+        held = [(s, [i for i in s.indices if i in wanted]) for s in self._stores]
+        return [(store, own) for store, own in held if own]
 
     def has_gradient(self) -> tf.Tensor:
         """Bool of shape (variables,): True where the window holds a gradient."""
@@ -159,8 +181,11 @@ class _Alone:
     def gradient(self, gradients: Sequence[Gradient | None]) -> Gradient | None:
         return gradients[self.index]
 
-    def read(self) -> list[tf.Tensor]:
-        return [self.variable.read_value()]
+    def read(self, indices: list[int]) -> tf.Tensor:
+        return self.variable.read_value()
+
+    def apart(self, indices: list[int], tensor: Gradient) -> list[Gradient]:
+        return [tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,23 +208,33 @@ class _Shared:
         own = [gradients[index] for index in self.indices]
         if all(gradient is None for gradient in own):
             return None
-        dtype = self.variable.dtype
-        return tf.concat(
-            [
-                tf.zeros([math.prod(shape)], dtype)
-                if gradient is None
-                else tf.reshape(tf.cast(tf.convert_to_tensor(gradient), dtype), [-1])
-                for gradient, shape in zip(own, self.shapes, strict=True)
-            ],
-            axis=0,
-        )
+        flat_shape = tf.constant([-1])  # one for all
 
-    def read(self) -> list[tf.Tensor]:
-        sizes = [math.prod(shape) for shape in self.shapes]
-        parts = tf.split(self.variable.read_value(), sizes)
+        def flat(gradient: Gradient | None, shape: tuple[int, ...]) -> tf.Tensor:
+            if gradient is None:
+                return tf.zeros([math.prod(shape)], self.variable.dtype)
+            dense = tf.cast(tf.convert_to_tensor(gradient), self.variable.dtype)
+            return dense if dense.shape.rank == 1 else tf.reshape(dense, flat_shape)
+
+        return tf.concat(list(map(flat, own, self.shapes)), axis=0)
+
+    def read(self, indices: list[int]) -> tf.Tensor:
+        """Those of some variables, end to end."""
+        flat = self.variable.read_value()
+        if indices == self.indices:
+            return flat
+        parts = tf.split(flat, [math.prod(shape) for shape in self.shapes])
+        of_index = dict(zip(self.indices, parts, strict=True))
+        return tf.concat([of_index[index] for index in indices], axis=0)
+
+    def apart(self, indices: list[int], tensor: Any) -> list[Gradient]:
+        """What was read for the same indices, in the shapes of their variables."""
+        of_index = dict(zip(self.indices, self.shapes, strict=True))
+        shapes = [of_index[index] for index in indices]
+        parts = tf.split(tensor, [math.prod(shape) for shape in shapes])
         return [
-            tf.reshape(part, shape)
-            for part, shape in zip(parts, self.shapes, strict=True)
+            part if len(shape) == 1 else tf.reshape(part, shape)
+            for part, shape in zip(parts, shapes, strict=True)
         ]
 
 
@@ -208,13 +243,13 @@ def _name_of(index: int) -> str:
 
 
 def _who_share(
-    variables: Sequence[Any], shapes: list[tuple[int, ...]], dtypes: list[str]
+    variables: Sequence[Any], shapes: list[tuple[int, ...]], kinds: list[Any]
 ) -> list[list[int]]:
-    """The indices of small accumulators, in groups of two or more of one dtype."""
-    groups: dict[str, list[int]] = {}
+    """The indices of small accumulators, in groups of two or more of one kind."""
+    groups: dict[Any, list[int]] = {}
     for index, variable in enumerate(variables):
         if math.prod(shapes[index]) <= SMALL and not is_overwritten(variable):
-            groups.setdefault(dtypes[index], []).append(index)
+            groups.setdefault(kinds[index], []).append(index)
     return [indices for indices in groups.values() if len(indices) > 1]
 
 

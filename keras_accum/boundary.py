@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_accum import rare_branch
+from keras_accum import packed_branch
 
 
 def merge(function: Callable[..., None], *args: Any) -> None:
@@ -69,24 +69,7 @@ def decide(
         on_true: Called, when it holds, in cross-replica context.
         on_false: Called when it does not.
     """
-
-    def taken() -> tf.Tensor:
-        on_true()
-        return tf.constant(True)
-
-    def not_taken() -> tf.Tensor:
-        on_false()
-        return tf.constant(False)
-
-    tf.cond(first_replica(predicate), taken, not_taken)
-
-
-def decide_rarely(predicate: Any, on_true: Callable[[], Any]) -> None:
-    """As `decide`, for a branch that most micro steps do not take."""
-    if rare_branch.is_worth_while():
-        rare_branch.rarely(first_replica(predicate), on_true)
-    else:
-        decide(predicate, on_true)
+    packed_branch.cond(first_replica(predicate), on_true, on_false)
 
 
 class FromAnywhere:

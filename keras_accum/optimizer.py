@@ -162,7 +162,7 @@ class Accumulation(AccumulationState):
         def close_if_due(is_due: Any, has_gradient: Any) -> None:
             window = (indices, uncertain, has_gradient)
             close = functools.partial(self._close_window, *window)
-            boundary.decide_rarely(is_due, close)
+            boundary.decide(is_due, close)
 
         boundary.merge(close_if_due, is_due, has_gradient)
 
@@ -216,7 +216,7 @@ class Accumulation(AccumulationState):
         is_reduced = gradients is None and self._reduces_early
         reduction = self._reduction.of_reduced if is_reduced else self._reduction
         if gradients is None:
-            gradients = self._accumulators.read(indices)
+            indices, gradients = self._accumulators.read(indices)
             weight = self._window.weight.read_value()
         variables = self._known_variables.at(indices)
         overwritten = [is_overwritten(variable) for variable in variables]
@@ -242,11 +242,7 @@ class Accumulation(AccumulationState):
         riders = {} if weight is None else {"weight": weight}
         if self._on_nonfinite == "skip_micro_batch":
             riders["bad_micro_batches"] = self._window.bad_micro_batches.read_value()
-        return {
-            **riders,
-            **self._loss_scale.observed(),
-            **self._measurements.observed(),
-        }
+        return riders | self._loss_scale.observed() | self._measurements.observed()
 
     def _update(
         self, indices: list[int], uncertain: list[int], reduced: Any, has_gradient: Any
@@ -255,8 +251,11 @@ class Accumulation(AccumulationState):
 
         It clips, decays, applies constraints, moves its average and counts, once.
         """
+        present: list[Any] = [None] * len(indices)
+        if has_gradient is not None:  # it is no window of one
+            reduced = self._accumulators.apart(indices, reduced)
+            present = [has_gradient[i] if i in uncertain else None for i in indices]
         variables = self._known_variables.at(indices)
-        present = [has_gradient[i] if i in uncertain else None for i in indices]
         gradients = self._decay.coupled(reduced, variables, present)
         for place, (index, variable) in enumerate(zip(indices, variables, strict=True)):
             if is_overwritten(variable) and has_gradient is not None:

@@ -65,9 +65,18 @@ class PartOfVariable(tf.Module):
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         """Asked by `tf.train.Checkpoint`."""
-        start, end = self._place
-        whole = tf.convert_to_tensor(self._whole())
-        return {VALUE: tf.reshape(whole[start:end], self.shape)}
+        (start, end), variable = self._place, self._whole()
+
+        def part() -> tf.Tensor:
+            whole = tf.convert_to_tensor(variable)
+            return tf.reshape(whole[start:end], self.shape)
+
+        def none_yet() -> tf.Tensor:  # while a SavedModel is being loaded
+            return tf.zeros(self.shape, variable.dtype)
+
+        copy = self._strategy.experimental_local_results(variable)[0]
+        is_there = tf.raw_ops.VarIsInitializedOp(resource=copy.handle)
+        return {VALUE: tf.cond(is_there, part, none_yet)}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
         """Asked by `tf.train.Checkpoint`."""
@@ -78,7 +87,8 @@ class PartOfVariable(tf.Module):
     def _trackable_children(
         self, save_type: str = "checkpoint", **kwargs: Any
     ) -> dict[str, Any]:
-        children = super()._trackable_children(save_type, **kwargs)
+        module: Any = super()
+        children = module._trackable_children(save_type, **kwargs)
         if save_type == "savedmodel":
             children["whole"] = self._whole()
         return children

@@ -12,7 +12,7 @@ ENGINE = (
     "known_variables",
     "replica_groups",
     "reduction",
-    "rare_branch",
+    "packed_branch",
     "boundary",
     "accumulators",
 )
@@ -27,7 +27,7 @@ LAYERS = (
         "window",
         "known_variables",
         "replica_groups",
-        "rare_branch",
+        "packed_branch",
         "already_reduced",
         "optional_imports",
         "part_of_variable",

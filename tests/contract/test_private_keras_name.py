@@ -124,10 +124,13 @@ class PrivateNameTest(absltest.TestCase):
             for module, tree in sources.trees().items()
             for name in _private_names(tree, module in ENGINE) & of_keras
         }
-        # How TensorFlow's checkpoints ask; Keras's variables answer to it as well.
+        # How TensorFlow's files ask; Keras's variables answer to it as well.
         of_tensorflow = {
             ("part_of_variable", "_serialize_to_tensors"),
             ("part_of_variable", "_restore_from_tensors"),
+            ("part_of_variable", "_trackable_children"),
+            ("part_of_variable", "_deserialization_dependencies"),
+            ("part_of_variable", "_export_to_saved_model_graph"),
         }
         self.assertEqual(used, {("already_reduced", THE_NAME), *of_tensorflow})
 

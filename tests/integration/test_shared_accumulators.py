@@ -1,5 +1,6 @@
 """Small accumulators share a variable: what is saved and trained does not show it."""
 
+import functools
 from unittest import mock
 
 import keras
@@ -142,6 +143,52 @@ class StepsTest(parameterized.TestCase):
         dtypes = [small, small, *[small.astype("float64")] * 2]
         self.assertEqual(names(*dtypes), ["accumulators"] * 2)
         self.assertEqual(names(*dtypes, accumulator_dtype="float64"), ["accumulators"])
+
+    def test_who_is_treated_alike_shares(self):
+        """What is divided by another number, or cast to another dtype, does not."""
+        names = ["exempt", "exempt", "other", "other"]
+        variables = [keras.Variable(np.zeros(3), name=name) for name in names]
+        scale = keras_accum.DynamicLossScale(4.0, unscaled=lambda v: v.name == "exempt")
+        optimizer = keras_accum.AccumulationOptimizer(
+            keras.optimizers.SGD(1.0), 2, loss_scale=scale
+        )
+        optimizer.build(variables)
+        self.assertEqual(_names(optimizer), ["accumulators"] * 2)
+        for number in (1.0, 3.0):
+            optimizer.apply([tf.fill([3], number)] * 4, variables)
+        for variable, expected in zip(variables, (-2, -2, -0.5, -0.5), strict=True):
+            np.testing.assert_array_equal(variable.numpy(), [expected] * 3)
+        halves = [keras.Variable(np.zeros(3), dtype="float16") for _ in range(2)]
+        optimizer = keras_accum.AccumulationOptimizer(keras.optimizers.SGD(1.0), 2)
+        optimizer.build([*halves, *variables])
+        self.assertEqual(_names(optimizer), ["accumulators"] * 2)
+
+    @parameterized.parameters("eager", "graph")
+    def test_of_a_frozen_one_nothing_is_taken(self, mode):
+        """It shares with the others, and holds a NaN of before it was frozen."""
+        variables = [keras.Variable(np.zeros(shape)) for shape in SHAPES]
+        optimizer = keras_accum.AccumulationOptimizer(keras.optimizers.SGD(1.0), 2)
+        optimizer.build(variables)
+        self.assertEqual(_names(optimizer), ["accumulators"])
+
+        def step(numbers, variables):
+            gradients = [
+                tf.fill(v.shape, number)
+                for number, v in zip(numbers, variables, strict=True)
+            ]
+            optimizer.apply(gradients, variables)
+
+        def run(numbers, variables):
+            once = functools.partial(step, numbers, variables)
+            (tf.function(once, autograph=False) if mode == "graph" else once)()
+
+        run([1.0, float("nan"), 2.0, 3.0], variables)
+        variables[1].trainable = False
+        run([3.0, 6.0, 9.0], [variables[i] for i in (0, 2, 3)])
+        for variable, expected in zip(variables, (-2, 0, -4, -6), strict=True):
+            np.testing.assert_array_equal(
+                variable.numpy(), np.full(variable.shape, expected)
+            )
 
     def test_a_large_table_is_not_passed_over(self):
         """Rows are scattered: nothing of the table's size but its own accumulator."""

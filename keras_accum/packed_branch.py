@@ -1,8 +1,8 @@
-"""A branch that few micro steps take, so that the others pay next to nothing for it.
+"""A branch whose variables enter it in one tensor, so that it costs little not to take.
 
 `tf.cond` hands every variable that a branch touches to it, one by one, also when it is
 not taken: with two slots per variable that is most of the time of a micro step. Here
-the branch is one call of a function, and the handles of its variables enter it in one
+a branch is one call of a function, and the handles of its variables enter it in one
 tensor per device, a pack, which is made once, outside of the graph.
 
 A function is in order because TensorFlow sees which variables each operation takes.
@@ -20,7 +20,28 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import control_flow_util
 
 
-def is_worth_while() -> bool:
+def cond(
+    predicate: tf.Tensor, on_true: Callable[[], Any], on_false: Callable[[], Any]
+) -> None:
+    """Takes one of two branches, as `tf.cond`.
+
+    Args:
+        predicate: Scalar bool.
+        on_true: Called, when it holds, without arguments; what it returns is not used.
+        on_false: Called when it does not.
+    """
+
+    def that_tells(branch: Callable[[], Any], result: bool) -> Callable[[], tf.Tensor]:
+        def taken() -> tf.Tensor:
+            branch()
+            return tf.constant(result)
+
+        return _packed(taken) if _is_worth_while() else taken
+
+    tf.cond(predicate, that_tells(on_true, True), that_tells(on_false, False))
+
+
+def _is_worth_while() -> bool:
     """Whether a branch that is not taken costs anything, where this is called.
 
     Not in eager. Not under XLA, which compiles the branch.
@@ -31,24 +52,16 @@ def is_worth_while() -> bool:
     return not control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-def rarely(predicate: tf.Tensor, branch: Callable[[], Any]) -> None:
-    """In a graph: calls `branch` if `predicate` holds, and costs little if not.
-
-    Args:
-        predicate: Scalar bool.
-        branch: Without arguments; what it returns is not used.
-    """
-
-    def taken() -> tf.Tensor:
-        branch()
-        return tf.constant(True)
-
+def _packed(branch: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
+    """In a graph: does what `branch` does, a function that returns a bool."""
     function = tf.function(
-        taken, autograph=False, experimental_attributes={"_noinline": True}
+        branch, autograph=False, experimental_attributes={"_noinline": True}
     ).get_concrete_function()
     captured = function.captured_inputs
+    if not captured:
+        return branch
     places = _places_by_device(captured)
-    packs = {device: _packed(captured, at) for device, at in places.items()}
+    packs = {device: _pack(captured, at) for device, at in places.items()}
 
     def call() -> tf.Tensor:
         arguments = list(captured)
@@ -61,7 +74,7 @@ def rarely(predicate: tf.Tensor, branch: Callable[[], Any]) -> None:
             args=arguments, Tout=[tf.bool], f=function
         )[0]
 
-    tf.cond(predicate, call, lambda: tf.constant(False))
+    return call
 
 
 def _places_by_device(captured: Sequence[tf.Tensor]) -> dict[str, list[int]]:
@@ -78,7 +91,7 @@ def _places_by_device(captured: Sequence[tf.Tensor]) -> dict[str, list[int]]:
     return places
 
 
-def _packed(captured: Sequence[tf.Tensor], places: list[int]) -> Any:
+def _pack(captured: Sequence[tf.Tensor], places: list[int]) -> Any:
     handles = [captured[place] for place in places]
     with tf.init_scope(), tf.device(handles[0].device):
         pack: Any = tf.raw_ops.Pack(values=handles)

@@ -12,11 +12,15 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
-from keras_accum import rare_branch
+from keras_accum import packed_branch
 from tests import graph_walk, micro_steps, registry, training
 from tests.platforms import tpu_stand_in
 
 SIZE = 250
+
+
+def nothing():
+    """The branch that is not taken."""
 
 
 def slow(value):
@@ -27,7 +31,7 @@ def slow(value):
     return value + 0.0 * square[0, 0]
 
 
-def unordered(predicate, branch):
+def unordered(predicate, branch, _):
     """What must not be: the same branch, and nothing that keeps the order."""
 
     def taken():
@@ -54,7 +58,7 @@ def unordered(predicate, branch):
     tf.cond(predicate, call, lambda: tf.constant(False))
 
 
-def wrong_windows(rarely, windows=30):
+def wrong_windows(cond, windows=30):
     """Of windows of two slow additions, how many close with another sum than 3."""
     sums = [tf.Variable(0.0) for _ in range(4)]
     results = [tf.Variable(0.0) for _ in range(4)]
@@ -71,7 +75,7 @@ def wrong_windows(rarely, windows=30):
             total.assign_add(slow(value))
         count.assign_add(1)
         is_due = tf.equal(count.read_value() % 2, 0)
-        rarely(is_due, close)
+        cond(is_due, close, nothing)
         later.assign(results[0].read_value())  # in sight, and used after it
 
     num_wrong = 0
@@ -87,14 +91,14 @@ def wrong_windows(rarely, windows=30):
 
 class OrderTest(parameterized.TestCase):
     def test_it_waits_for_what_came_before_and_is_waited_for(self):
-        self.assertEqual(wrong_windows(rare_branch.rarely), 0)
+        self.assertEqual(wrong_windows(packed_branch.cond), 0)
 
     def test_the_test_sees_a_branch_that_does_not_wait(self):
         self.assertGreater(wrong_windows(unordered), 0)
 
     def test_handles_that_cannot_be_packed_are_captured_one_by_one(self):
-        with mock.patch.object(rare_branch, "_places_by_device", return_value={}):
-            self.assertEqual(wrong_windows(rare_branch.rarely), 0)
+        with mock.patch.object(packed_branch, "_places_by_device", return_value={}):
+            self.assertEqual(wrong_windows(packed_branch.cond), 0)
 
     def test_those_of_another_device_than_a_cpu_cannot(self):
         def handle(device, **other):
@@ -115,7 +119,7 @@ class OrderTest(parameterized.TestCase):
             handle("CPU:0", shape=tf.TensorShape([3])),  # a pack itself
             handle("CPU:0"),
         ]
-        places = rare_branch._places_by_device(captured)
+        places = packed_branch._places_by_device(captured)
         self.assertEqual(list(places.values()), [[0, 5], [3]])
 
     def test_two_in_one_function_are_in_order(self):
@@ -123,9 +127,11 @@ class OrderTest(parameterized.TestCase):
 
         @tf.function(autograph=False)
         def step():
-            rare_branch.rarely(tf.constant(True), lambda: total.assign(slow(7.0)))
-            rare_branch.rarely(
-                tf.constant(True), lambda: total.assign(total.read_value() * 2)
+            packed_branch.cond(
+                tf.constant(True), lambda: total.assign(slow(7.0)), nothing
+            )
+            packed_branch.cond(
+                tf.constant(True), lambda: total.assign(total.read_value() * 2), nothing
             )
             return total.read_value()
 
@@ -136,7 +142,9 @@ class OrderTest(parameterized.TestCase):
 
         @tf.function(autograph=False)
         def inner():
-            rare_branch.rarely(tf.constant(True), lambda: total.assign_add(slow(1.0)))
+            packed_branch.cond(
+                tf.constant(True), lambda: total.assign_add(slow(1.0)), nothing
+            )
 
         inner()  # by itself it uses no variable in sight
 
@@ -161,7 +169,9 @@ class OrderTest(parameterized.TestCase):
 
         @tf.function(autograph=False)
         def inner():
-            rare_branch.rarely(tf.constant(True), lambda: total.assign_add(slow(1.0)))
+            packed_branch.cond(
+                tf.constant(True), lambda: total.assign_add(slow(1.0)), nothing
+            )
 
         def in_branch():
             inner()
@@ -185,7 +195,7 @@ class OrderTest(parameterized.TestCase):
 
         def body(i):
             is_due = tf.equal(i % 2, 1)
-            rare_branch.rarely(is_due, lambda: total.assign(slow(total) + 1.0))
+            packed_branch.cond(is_due, lambda: total.assign(slow(total) + 1.0), nothing)
             return i + 1
 
         @tf.function(autograph=False)
@@ -266,6 +276,29 @@ class CountTest(parameterized.TestCase):
                 expected = 0.9 * expected - (number - 0.5)
             np.testing.assert_allclose(momentum_after, [expected] * 3, rtol=1e-5)
 
+    def test_small_variables_add_nothing_to_the_graph_but_their_update(self):
+        """As many operations as the plain optimizer has, and a number that stays."""
+
+        def operations(optimizer, number):
+            variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(number)]
+            optimizer.build(variables)
+            gradients = [tf.zeros(3)] * number
+
+            @tf.function(autograph=False)
+            def step():
+                optimizer.apply(gradients, variables)
+
+            function = step.get_concrete_function()
+            return sum(1 for _ in graph_walk.operations(function))
+
+        def growth(make):
+            return operations(make(), 40) - operations(make(), 20)
+
+        def ours():
+            return keras_accum.AccumulationOptimizer(keras.optimizers.Adam(), 4)
+
+        self.assertLessEqual(growth(ours), growth(keras.optimizers.Adam))
+
     def test_under_xla_it_is_a_branch_as_any_other(self):
         _, function = _micro_step("default", "xla")
         self.assertGreater(_inputs_of_branches(function)[0], 3 * VARIABLES)
@@ -290,7 +323,7 @@ class CountTest(parameterized.TestCase):
         self.assertNotIn("Unpack", _types(function))
 
     def test_in_eager_there_is_no_graph(self):
-        self.assertFalse(rare_branch.is_worth_while())
+        self.assertFalse(packed_branch._is_worth_while())
 
 
 class ReplicasTest(parameterized.TestCase):
