@@ -1,11 +1,9 @@
-"""Micro steps of an optimizer alone: what claims a, b and f are read from."""
+"""Micro steps of an optimizer alone: what claims a and b are read from."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -17,38 +15,21 @@ QUICK = {"600 of 64": 60, "300 of 64x64": 30, "12 of 2048x2048": 2}
 
 @functools.cache
 def measured(which: str, optimizer: str, quick: bool) -> dict:
-    """Traces each contender, and times whole windows of it, in rounds.
+    """Times whole windows of each contender, in rounds.
 
     Returns:
-        `trace_s` and `operations` by contender; `seconds` of shape (rounds, STEPS) by
-        contender, the last one of a window being the boundary.
+        `seconds` of shape (rounds, STEPS) by contender, the last one of a window being
+        the boundary; and the number of `variables`.
     """
     shapes = peers.SETS[which][: QUICK[which] if quick else None]
-    trace_s, operations, contenders = {}, {}, {}
-    for name, way in peers.WAYS.items():
-        micro_step = way(shapes, optimizer, STEPS)
-        begin = time.perf_counter()
-        function = micro_step.get_concrete_function()
-        trace_s[name] = time.perf_counter() - begin
-        operations[name] = _operations(function)
-        contenders[name] = micro_step
+    contenders = {
+        name: way(shapes, optimizer, STEPS) for name, way in peers.WAYS.items()
+    }
     for _ in range(STEPS - 2):  # two are made to warm up
         for micro_step in contenders.values():
             micro_step()
     seconds = measuring.interleaved(contenders, 3 if quick else 15, STEPS)
-    return {
-        "trace_s": trace_s,
-        "operations": operations,
-        "seconds": seconds,
-        "variables": len(shapes),
-    }
-
-
-def _operations(function: Any) -> int:
-    """All nodes of a graph, those of its branches included."""
-    graph = function.graph.as_graph_def()
-    bodies = [graph.node, *(f.node_def for f in graph.library.function)]
-    return sum(len(nodes) for nodes in bodies)
+    return {"seconds": seconds, "variables": len(shapes)}
 
 
 def records(

@@ -20,7 +20,7 @@ TIME_LIMIT_S = 240
 )
 class BenchmarksTest(absltest.TestCase):
     def test_claims_are_measured_and_reported(self):
-        claims = ["communication", "end_to_end"]
+        claims = ["communication", "end_to_end", "tracing"]
         with tempfile.TemporaryDirectory() as folder:
             finished = subprocess.run(  # which kills it when the time is over
                 [
@@ -57,6 +57,11 @@ class BenchmarksTest(absltest.TestCase):
         for place in ("two replicas", "two workers"):
             self.assertEqual(counted[place, "window"], 1)
             self.assertEqual(counted[place, "micro_step"], 8)
+
+        operations = {
+            r["contender"]: r["operations"] for r in records if r["claim"] == "tracing"
+        }
+        self.assertLess(operations["keras_accum"], operations["by hand"])
 
     def test_an_unknown_claim_is_refused(self):
         finished = subprocess.run(
