@@ -147,7 +147,7 @@ class StepsTest(parameterized.TestCase):
     def test_who_is_treated_alike_shares(self):
         """What is divided by another number, or cast to another dtype, does not."""
         names = ["exempt", "exempt", "other", "other"]
-        variables = [keras.Variable(np.zeros(3), name=name) for name in names]
+        variables = [keras.Variable(np.zeros(3, "float32"), name=n) for n in names]
         scale = keras_accum.DynamicLossScale(4.0, unscaled=lambda v: v.name == "exempt")
         optimizer = keras_accum.AccumulationOptimizer(
             keras.optimizers.SGD(1.0), 2, loss_scale=scale

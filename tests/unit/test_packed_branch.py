@@ -3,6 +3,7 @@
 Gradients are made slow where an order matters: those of a constant hide a race.
 """
 
+import collections
 import types
 from unittest import mock
 
@@ -276,9 +277,7 @@ class CountTest(parameterized.TestCase):
                 expected = 0.9 * expected - (number - 0.5)
             np.testing.assert_allclose(momentum_after, [expected] * 3, rtol=1e-5)
 
-    def test_small_variables_add_nothing_to_the_graph_but_their_update(self):
-        """As many operations as the plain optimizer has, and a number that stays."""
-
+    def test_small_variables_add_their_update_to_the_graph_and_nothing_else(self):
         def operations(optimizer, number):
             variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(number)]
             optimizer.build(variables)
@@ -289,7 +288,11 @@ class CountTest(parameterized.TestCase):
                 optimizer.apply(gradients, variables)
 
             function = step.get_concrete_function()
-            return sum(1 for _ in graph_walk.operations(function))
+            found = [each.type for each in graph_walk.operations(function)]
+            # Handles are no operations in a branch; no gradient is read by itself.
+            return collections.Counter(
+                name for name in found if name not in ("Placeholder", "Identity")
+            )
 
         def growth(make):
             return operations(make(), 40) - operations(make(), 20)
@@ -297,7 +300,8 @@ class CountTest(parameterized.TestCase):
         def ours():
             return keras_accum.AccumulationOptimizer(keras.optimizers.Adam(), 4)
 
-        self.assertLessEqual(growth(ours), growth(keras.optimizers.Adam))
+        self.assertNotEmpty(growth(ours))
+        self.assertEqual(growth(ours), growth(keras.optimizers.Adam))
 
     def test_under_xla_it_is_a_branch_as_any_other(self):
         _, function = _micro_step("default", "xla")
