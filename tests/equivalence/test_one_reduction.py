@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import keras_accum
+from keras_accum import accumulators
 from tests import graph_walk
 from tests.equivalence import given_gradients
 from tests.equivalence.given_gradients import GivenGradients, random_gradients
@@ -104,15 +105,24 @@ class OneReductionTest(parameterized.TestCase):
         if run.num_replicas > 1:
             self.assertIn((), _collectives(_concrete(run)))
 
-    @parameterized.product(surface=["wrapper", "mixin"], mode=["graph", "eager"])
-    def test_eight_micro_steps_of_windows_of_four_reduce_twice(self, surface, mode):
-        with _counted_reductions() as (traced, ran):
+    @parameterized.product(
+        surface=["wrapper", "mixin"], mode=["graph", "eager"], is_shared=[True, False]
+    )
+    def test_eight_micro_steps_of_windows_of_four_reduce_twice(
+        self, surface, mode, is_shared
+    ):
+        small = accumulators.SMALL if is_shared else 0
+        with (
+            mock.patch.object(accumulators, "SMALL", small),
+            _counted_reductions() as (traced, ran),
+        ):
             run = GivenGradients("mirrored", mode, _make(surface))
             for seed in range(2 * STEPS):
                 run.step(random_gradients(run.num_replicas, seed))
         replicas = run.num_replicas if run.num_replicas > 1 else 0
-        # The gradients of all variables, and the weight, in one call.
-        batch = len(run.variables) + 1
+        # The gradients of all variables, and the weight, in one call. Those whose
+        # accumulators share a variable are one tensor.
+        batch = (1 if is_shared else len(run.variables)) + 1
         num_traced = replicas * (1 if mode == "graph" else 2)
         self.assertEqual(traced, [batch] * num_traced)
         self.assertEqual(int(ran.numpy()), 2 * replicas)

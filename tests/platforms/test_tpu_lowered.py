@@ -39,13 +39,12 @@ def lowered(num_replicas, optimizer, network=training.network, stage="hlo"):
 class LoweredTest(parameterized.TestCase):
     @parameterized.product(num_replicas=[2, 8], surface=["wrapper", "mixin"])
     def test_the_all_reduce_is_in_the_conditional(self, num_replicas, surface):
-        text, model = lowered(
-            num_replicas, lambda: evidence.accumulating(surface, STEPS)
-        )
+        text, _ = lowered(num_replicas, lambda: evidence.accumulating(surface, STEPS))
         evidence.assert_static(text)
         evidence.assert_lowers_into_the_boundary(text)
         found = tpu_lowering.Hlo(text).placed("all-reduce")
-        self.assertLen(found, len(model.trainable_variables) + 1)
+        # All gradients, which share a variable, and the weight.
+        self.assertLen(found, 2)
         groups = ",".join(str(replica) for replica in range(num_replicas))
         self.assertEqual(text.count(f"replica_groups={{{{{groups}}}}}"), len(found))
 
