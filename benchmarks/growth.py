@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_accum
-from benchmarks import measuring, peers
+from benchmarks import measuring, peers, processes
 
-TIME_LIMIT_S = 240
 VARIABLES = (10, 100, 500, 2000)
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 REPLICAS = (1, 2, 4)
@@ -26,14 +24,7 @@ def run(quick: bool) -> Iterator[measuring.Record]:
     yield from _variables(VARIABLES[:2] if quick else VARIABLES, quick)
     yield from _steps(quick)
     for replicas in REPLICAS[:2] if quick else REPLICAS:
-        finished = subprocess.run(  # which kills it when the time is over
-            [sys.executable, "-m", "benchmarks.growth", str(replicas), f"{quick:d}"],
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT_S,
-            check=True,
-        )
-        yield json.loads(finished.stdout.splitlines()[-1])
+        yield processes.measured("growth", str(replicas), f"{quick:d}")
 
 
 def _variables(numbers: tuple[int, ...], quick: bool) -> Iterator[measuring.Record]:

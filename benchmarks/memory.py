@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,9 +16,8 @@ from collections.abc import Iterator
 
 import keras
 
-from benchmarks import end_to_end, measuring, models, peers
+from benchmarks import end_to_end, measuring, models, peers, processes
 
-TIME_LIMIT_S = 180
 CONTENDERS = ("plain", "keras", "keras_accum")
 SUBJECTS = ("transformer", "12 of 2048x2048")
 # Freed memory is given back to the system, so that the peak is of what lives.
@@ -33,10 +31,12 @@ ENVIRONMENT = {
 def run(quick: bool) -> Iterator[measuring.Record]:
     """One record for each subject and contender, as the median of some processes."""
     for subject in SUBJECTS:
+        names = CONTENDERS * (1 if quick else 3)
+        calls = [(subject, name, f"{quick:d}") for name in names]
+        measured = processes.all_measured("memory", calls, ENVIRONMENT)
         peaks: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
-        for _ in range(1 if quick else 3):
-            for name in CONTENDERS:
-                peaks[name].append(_in_a_process(subject, name, quick))
+        for name, record in zip(names, measured, strict=True):
+            peaks[name].append(record)
 
         def median(name: str, key: str, peaks: dict = peaks) -> float:
             values = sorted(record[key] for record in peaks[name])
@@ -59,18 +59,6 @@ def run(quick: bool) -> Iterator[measuring.Record]:
                 "peak_over_plain_mb": over["peak_mb"],
                 "times_accumulators": round(over["peak_mb"] / accumulators, 2),
             }
-
-
-def _in_a_process(subject: str, contender: str, quick: bool) -> dict:
-    finished = subprocess.run(  # which kills it when the time is over
-        [sys.executable, "-m", "benchmarks.memory", subject, contender, f"{quick:d}"],
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=True,
-        env=os.environ | ENVIRONMENT,
-    )
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def _resident_mb() -> float:

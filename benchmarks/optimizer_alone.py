@@ -28,7 +28,7 @@ def measured(which: str, optimizer: str, quick: bool) -> dict:
     for _ in range(STEPS - 2):  # two are made to warm up
         for micro_step in contenders.values():
             micro_step()
-    seconds = measuring.interleaved(contenders, 3 if quick else 15, STEPS)
+    seconds = measuring.interleaved(contenders, 3 if quick else 10, STEPS)
     return {"seconds": seconds, "variables": len(shapes)}
 
 

@@ -9,7 +9,6 @@ each pass, which alone can add a half.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import measuring, peers
+from benchmarks import measuring, peers, processes
 
-TIME_LIMIT_S = 180
-CONTENDERS = ("plain", "keras", "by hand", "keras_accum")
+CONTENDERS = ("plain", "keras_accum", "keras", "by hand")
 VARIABLES = 600
 STEPS = 8  # per window
 DEPTHS = (0, 40, 80)
@@ -29,7 +27,9 @@ DEPTHS = (0, 40, 80)
 def run(quick: bool) -> Iterator[measuring.Record]:
     """One record for each contender, with Adam around variables of 64."""
     variables = 60 if quick else VARIABLES
-    found = {name: _in_a_process(name, variables) for name in CONTENDERS}
+    calls = [(name, str(variables)) for name in CONTENDERS]
+    traces = processes.all_measured("tracing", calls)
+    found = dict(zip(CONTENDERS, traces, strict=True))
     for name, (seconds, operations) in found.items():
         yield {
             "claim": "tracing",
@@ -40,17 +40,6 @@ def run(quick: bool) -> Iterator[measuring.Record]:
             "times_plain": round(seconds / found["plain"][0], 3),
             "operations": operations,
         }
-
-
-def _in_a_process(contender: str, variables: int) -> tuple[float, int]:
-    finished = subprocess.run(  # which kills it when the time is over
-        [sys.executable, "-m", "benchmarks.tracing", contender, str(variables)],
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=True,
-    )
-    return tuple(json.loads(finished.stdout.splitlines()[-1]))
 
 
 def _measure(contender: str, variables: int) -> tuple[float, int]:

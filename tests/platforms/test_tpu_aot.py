@@ -30,7 +30,7 @@ class AheadOfTimeTest(parameterized.TestCase):
         options=[{}, {"loss_scale": "dynamic", "on_nonfinite": "skip_micro_batch"}],
     )
     def test_one_combined_all_reduce_in_the_conditional(self, surface, options):
-        text, _ = test_tpu_lowered.lowered(
+        text = test_tpu_lowered.lowered(
             tpu_ahead_of_time.NUM_REPLICAS,
             lambda: _optimizer(surface, **options),
             test_tpu_lowered.whole_model,

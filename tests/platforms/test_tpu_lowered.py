@@ -27,19 +27,19 @@ def whole_model(optimizer):
 
 
 def lowered(num_replicas, optimizer, network=training.network, stage="hlo"):
-    """The text of Keras's train step for 4 rows on each replica, and the model."""
+    """The text of Keras's train step for 4 rows on each replica."""
     strategy = tpu_stand_in.strategy(num_replicas)
     with strategy.scope():
         model = network(optimizer())
         model.optimizer.build(model.trainable_variables)
     program, inputs = evidence.train_step(strategy, model, rows=4)
-    return tpu_lowering.lowered(program, num_replicas, inputs, stage), model
+    return tpu_lowering.lowered(program, num_replicas, inputs, stage)
 
 
 class LoweredTest(parameterized.TestCase):
     @parameterized.product(num_replicas=[2, 8], surface=["wrapper", "mixin"])
     def test_the_all_reduce_is_in_the_conditional(self, num_replicas, surface):
-        text, _ = lowered(num_replicas, lambda: evidence.accumulating(surface, STEPS))
+        text = lowered(num_replicas, lambda: evidence.accumulating(surface, STEPS))
         evidence.assert_static(text)
         evidence.assert_lowers_into_the_boundary(text)
         found = tpu_lowering.Hlo(text).placed("all-reduce")
@@ -55,6 +55,6 @@ class LoweredTest(parameterized.TestCase):
         {"plain": {"global_clipnorm": 1.0, "use_ema": True, "weight_decay": 0.1}},
     )
     def test_of_options(self, **options):
-        text, _ = lowered(2, lambda: evidence.accumulating("wrapper", STEPS, **options))
+        text = lowered(2, lambda: evidence.accumulating("wrapper", STEPS, **options))
         evidence.assert_static(text)
         evidence.assert_lowers_into_the_boundary(text)

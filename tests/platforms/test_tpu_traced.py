@@ -36,13 +36,13 @@ def _program(num_replicas, surface, options, build=None):
         if build is not None:
             build(model.optimizer)
     program, _ = evidence.train_step(strategy, model)
-    return program, model
+    return program
 
 
 class TracedTest(parameterized.TestCase):
     @parameterized.product(num_replicas=[2, 8], surface=["wrapper", "mixin"])
     def test_the_window_is_reduced_in_the_boundary(self, num_replicas, surface):
-        program, _ = _program(num_replicas, surface, {})
+        program = _program(num_replicas, surface, {})
         evidence.assert_reduces_in_the_boundary(program)
         sums = 2  # all gradients, which share a variable, and the weight
         found = graph_walk.collectives(program)
@@ -56,7 +56,7 @@ class TracedTest(parameterized.TestCase):
         variant=sorted(set(VARIANTS) - {"plain"}), surface=["wrapper", "mixin"]
     )
     def test_of_each_option(self, variant, surface):
-        program, _ = _program(2, surface, VARIANTS[variant])
+        program = _program(2, surface, VARIANTS[variant])
         evidence.assert_reduces_in_the_boundary(program)
 
     def test_of_decay_and_measurements(self):
@@ -64,11 +64,11 @@ class TracedTest(parameterized.TestCase):
             optimizer.decay_weights(0.1)
             optimizer.measure_gradients()
 
-        program, _ = _program(2, "wrapper", {}, build)
+        program = _program(2, "wrapper", {}, build)
         evidence.assert_reduces_in_the_boundary(program)
 
     def test_reduced_in_each_micro_step_if_so_asked(self):
-        program, _ = _program(2, "wrapper", {"reduce_every": "micro_step"})
+        program = _program(2, "wrapper", {"reduce_every": "micro_step"})
         found = graph_walk.collectives(program)
         self.assertIn(("CrossReplicaSum", ()), found)
 
