@@ -65,12 +65,15 @@ def run(quick: bool) -> Iterator[measuring.Record]:
         for step in contenders.values():
             for _ in range(STEPS - 2):  # two are made to warm up
                 step()
-        rounds = 3 if quick else 12
-        seconds = measuring.interleaved(contenders, rounds, STEPS)
-        alone = seconds["forward and backward"]
+        rounds = 3 if quick else 16
+        # In turns by micro steps: what disturbs one, disturbs its neighbours as well.
+        seconds = {
+            way: times.reshape(rounds, STEPS)
+            for way, times in measuring.interleaved(contenders, rounds * STEPS).items()
+        }
+        alone_off = seconds["forward and backward"][:, :-1]
         for way, times in seconds.items():
-            off = np.median(times[:, :-1], axis=1)
-            alone_off = np.median(alone[:, :-1], axis=1)
+            off = times[:, :-1]
             yield {
                 "claim": "end_to_end",
                 "model": name,
